@@ -1,0 +1,55 @@
+"""What all tests share: time limits, the options, and which folders a run looks into."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+SECONDS, SLOW_SECONDS, MOST_SLOW_TESTS = 20, 120, 10
+
+# Helper modules beside the tests; appended, so that nothing here can shadow an installed package.
+sys.path += [str(path) for path in sorted(ROOT.glob("packages/*/tests"))]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of this repository."""
+    group = parser.getgroup("shardwalk")
+    group.addoption("--widest", action="store_true", help="run the widest parity tables too")
+    group.addoption("--dist", type=Path, help="folder of built wheels to check (else builds them)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Keep folders named gpu for `-m gpu`, and that run out of all others.
+
+    A machine with GPUs may have torch and pytest only, and cannot import the other test modules.
+    """
+    wants_gpu = config.option.markexpr == "gpu"
+    is_gpu = "gpu" in collection_path.relative_to(ROOT).parts
+    if collection_path.is_dir() and not is_gpu:
+        return None
+    return True if wants_gpu != is_gpu else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give every test its time limit, and leave out what was not asked for."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if len(slow) > MOST_SLOW_TESTS:
+        raise pytest.UsageError(
+            f"{len(slow)} tests are marked slow; at most {MOST_SLOW_TESTS} may be"
+        )
+    if config.pluginmanager.hasplugin("timeout"):
+        for item in items:
+            _limit_time(item)
+    if not config.getoption("--widest"):
+        wide = [item for item in items if item.get_closest_marker("widest")]
+        config.hook.pytest_deselected(items=wide)
+        items[:] = [item for item in items if item not in wide]
+
+
+def _limit_time(item: pytest.Item) -> None:
+    if item.get_closest_marker("timeout") is None:
+        seconds = SLOW_SECONDS if item.get_closest_marker("slow") else SECONDS
+        item.add_marker(pytest.mark.timeout(seconds, method="thread"))
