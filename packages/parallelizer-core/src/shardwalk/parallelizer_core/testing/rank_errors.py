@@ -1,0 +1,31 @@
+"""What a pool of ranks raises in the parent process."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+
+class RankError(RuntimeError):
+    """A rank raised or died.
+
+    Attributes:
+        rank: the rank whose failure came first.
+        reports: for every rank that failed, its traceback or what it wrote before it died.
+    """
+
+    def __init__(self, message: str, rank: int, reports: Mapping[int, str]) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.reports = dict(reports)
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """The deadline passed first; ``reports`` holds the Python stacks of every rank."""
+
+
+def describe_exit(exit_code: int | None) -> str:
+    """Say how a process ended: ``signal SIGABRT`` or ``exit code 3``."""
+    if exit_code is not None and exit_code < 0:
+        return f"signal {signal.Signals(-exit_code).name}"
+    return f"exit code {exit_code}"
