@@ -15,16 +15,19 @@ from tests.packaging.packages import PACKAGES, ROOT, Package
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 
 
-def imports(tree: ast.AST, in_function: bool = False) -> Iterator[tuple[str, int, bool]]:
-    """The absolute modules that a tree imports, with the line, and whether inside a function."""
+# An import in one of these is no condition for importing the module that holds it.
+GUARDS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Try, ast.With)
+
+
+def imports(tree: ast.AST, guarded: bool = False) -> Iterator[tuple[str, int, bool]]:
+    """The absolute modules that a tree imports, with the line, and whether under a guard."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno, in_function) for alias in node.names)
+            yield from ((alias.name, node.lineno, guarded) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             for alias in node.names:
-                yield f"{node.module}.{alias.name}", node.lineno, in_function
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        yield from imports(node, in_function or inside)
+                yield f"{node.module}.{alias.name}", node.lineno, guarded
+        yield from imports(node, guarded or isinstance(node, GUARDS))
 
 
 def declared(package: Package) -> tuple[set[str], set[str]]:
@@ -50,8 +53,8 @@ def test_every_import_is_declared(package: Package) -> None:
     needed, extra = declared(package)
     wrong = []
     for file, tree in package.trees():
-        for module, line, in_function in imports(tree):
-            allowed = needed | {package.distribution} | (extra if in_function else set())
+        for module, line, guarded in imports(tree):
+            allowed = needed | {package.distribution} | (extra if guarded else set())
             is_standard = module.partition(".")[0] in {*sys.stdlib_module_names, "__future__"}
             if not is_standard and not distributions(module) & allowed:
                 wrong.append(f"{file.relative_to(ROOT)}:{line}: {module}")
