@@ -26,11 +26,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
     A machine with GPUs may have torch and pytest only, and cannot import the other test modules.
     """
+    if not collection_path.is_relative_to(ROOT):
+        return None
     wants_gpu = config.option.markexpr == "gpu"
     is_gpu = "gpu" in collection_path.relative_to(ROOT).parts
-    if collection_path.is_dir() and not is_gpu:
-        return None
-    return True if wants_gpu != is_gpu else None
+    if collection_path.is_dir() and not is_gpu and wants_gpu:
+        return None if any(collection_path.rglob("gpu")) else True
+    return None if wants_gpu == is_gpu or collection_path.is_dir() else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
