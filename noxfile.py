@@ -109,7 +109,7 @@ def install(
     """
     venv = Path(session.virtualenv.location)
     if with_base:
-        _see_base(venv)
+        _see_base(session)
     stamp, key = venv / "installed.sha256", _fingerprint([*args, *bare])
     if stamp.exists() and stamp.read_text() == key:
         session.log("the venv is up to date")
@@ -121,7 +121,7 @@ def install(
         session.install("--no-deps", *bare)
     # As an install step, so that `nox --no-install` does not claim to have installed anything.
     write = f"import pathlib; pathlib.Path({str(stamp.resolve())!r}).write_text({key!r})"
-    session.run_install("python", "-c", write, silent=True)
+    session.run_install("python", "-c", write, log=False)
 
 
 def _fingerprint(args: Sequence[str]) -> str:
@@ -130,7 +130,8 @@ def _fingerprint(args: Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _see_base(venv: Path) -> None:
+def _see_base(session: nox.Session) -> None:
+    venv = Path(session.virtualenv.location)
     base = venv.parent / "base"
     for lib in venv.glob("lib/python*/site-packages"):
         (lib / "base.pth").write_text(f"{(base / lib.relative_to(venv)).resolve()}\n")
@@ -214,7 +215,7 @@ def isolated(session: nox.Session, name: str) -> None:
     needed = closure(package)
     wheels = Path(session.create_tmp()).resolve() / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
-    install(session)
+    _see_base(session)
     folders = [str(other.folder) for other in needed]
     build_wheels = ("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
     session.run("python", "-m", *build_wheels, "-w", str(wheels), *folders)
