@@ -1,0 +1,139 @@
+"""Every touch of a private torch API in this package. All of it was read in torch 2.13.0."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "add_flattened_mesh",
+    "concatenate",
+    "default_backend",
+    "flattened_meshes",
+    "group_timeout",
+    "is_registered",
+    "load_fake_backend",
+    "mesh_without_groups",
+    "new_named_group",
+    "root_mesh",
+]
+
+
+def load_fake_backend() -> None:
+    """Register the ``fake`` backend, which torch 2.13 keeps in its testing package."""
+    if "FAKE" not in dist.Backend._plugins:
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+
+def default_backend() -> str:
+    """Return the backend string that the default group was asked for.
+
+    The public ``get_backend`` and ``get_backend_config`` (torch 2.13) change it: a composite such
+    as ``cpu:gloo,cuda:nccl`` becomes one name, and ``gloo`` becomes a composite.
+    """
+    return str(c10d._world.pg_map[c10d._get_default_group()][0])
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return a group's timeout; torch 2.13 has only a private setter. None for a fake group."""
+    backend = group._get_backend(_any_device(group))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def _any_device(group: dist.ProcessGroup) -> torch.device:
+    types = {device.type for device in group._device_types}
+    return torch.device("cpu" if "cpu" in types else sorted(types)[0])
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Tell whether torch (2.13) still knows a group, which ``destroy_process_group`` ends."""
+    return group in c10d._world.pg_map
+
+
+def new_named_group(
+    ranks: Sequence[int],
+    name: str,
+    backend: str,
+    timeout: timedelta | None,
+    description: str,
+) -> dist.ProcessGroup:
+    """Make a group under a name that the members agree on, in the given order of ranks.
+
+    Only the members call it. ``new_group`` (torch 2.13) numbers groups by a count of the process,
+    so that every rank must ask for every group; with ``use_local_synchronization`` it hashes how
+    many groups the process holds, so that members with different histories never meet.
+    """
+    default = c10d._get_default_group()
+    store = c10d._world.pg_map[default][1]
+    bound, default.bound_device_id = default.bound_device_id, None
+    group: dist.ProcessGroup
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backend),
+            store,
+            c10d.GroupName(name),
+            timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
+            group_desc=description,
+        )
+    finally:
+        # A bound device would make the group a split of the default one, which all ranks must join.
+        default.bound_device_id = bound
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+def mesh_without_groups(
+    device_type: str, ranks: torch.Tensor, names: tuple[str, ...]
+) -> DeviceMesh:
+    """Return a mesh for a rank outside it: shape and names, no groups (torch 2.13)."""
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    mesh._dim_group_names = []
+    return mesh
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that ``mesh`` was sliced from, or itself (torch 2.13)."""
+    return mesh._get_root_mesh()
+
+
+def flattened_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """Return the flattened axes that a root mesh knows of (torch 2.13).
+
+    ``mesh[name]`` finds them too, with a deprecation warning.
+    """
+    return root_mesh(mesh)._flatten_mapping
+
+
+def add_flattened_mesh(
+    root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.ProcessGroup
+) -> DeviceMesh:
+    """Register and return a 1-D view of several axes of ``root`` that uses an existing group.
+
+    ``root[axes]._flatten(name)`` (torch 2.13) would make a second group for the same ranks.
+    """
+    from torch.distributed._mesh_layout import _MeshLayout
+
+    mesh = DeviceMesh(
+        root.device_type,
+        _layout=_MeshLayout([root[axes]._layout.collapse()]),
+        _rank_map=root._rank_map,
+        mesh_dim_names=(name,),
+        _root_mesh=root,
+        _init_backend=False,
+    )
+    mesh._dim_group_names = [group.group_name]
+    root._pg_registry[group.group_name] = group
+    root._flatten_mapping[name] = mesh
+    return mesh
+
+
+def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Return one mesh with the axes of several meshes of the same root (torch 2.13)."""
+    return DeviceMesh._concatenate(meshes)

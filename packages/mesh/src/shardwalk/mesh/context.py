@@ -1,0 +1,365 @@
+"""The runtime context of a parallelized model: meshes and policies."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwalk.mesh.axes import MeshAxisName as Axis
+from shardwalk.mesh.checkpointing_modes import (
+    ActivationCheckpointingMode,
+    merge_activation_checkpointing,
+    normalize_activation_checkpointing,
+)
+from shardwalk.mesh.config import DistributedStrategyConfig, FSDP2Config, MoEParallelizerConfig
+from shardwalk.mesh.device_meshes import (
+    axis_size,
+    build_device_mesh,
+    build_moe_mesh,
+    check_cp_degrees,
+)
+from shardwalk.mesh.launch import initialize_one_process
+from shardwalk.mesh.process_groups import group_of, minutes
+from shardwalk.mesh.sizes import ParallelismSizes
+from shardwalk.mesh.strategies import check_strategy, check_strategy_sizes
+from shardwalk.mesh.validation import check_integer, check_positive_number, nearest
+
+__all__ = ["MeshContext"]
+
+
+@dataclass(eq=False)
+class MeshContext:
+    """What ``parallelize_model`` works with: the meshes of a model and the policies for it.
+
+    Sizes are read from the meshes; without one they are 1 (None for ``dp_size`` and
+    ``dp_replicate_size``). A mesh without a ``strategy_config`` gets ``FSDP2Config()``.
+    ``activation_checkpointing`` becomes False, "full" or "selective", whether it was asked for here
+    or in the strategy. ``process_group`` is the group of all ranks of a mesh that leaves some out,
+    else None.
+
+    Raises ValueError for unknown axis names, for sizes that the strategy does not support, for two
+    different checkpointing modes, and when ring x Ulysses degree is not ``cp_size``; assignments
+    are checked as well.
+    """
+
+    device_mesh: DeviceMesh | None = field(default=None, repr=False)
+    moe_mesh: DeviceMesh | None = field(default=None, repr=False)
+    process_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    strategy_config: DistributedStrategyConfig | None = None
+    moe_parallel_config: MoEParallelizerConfig | None = None
+    activation_checkpointing: ActivationCheckpointingMode = False
+    reapply_trainability: Callable[[nn.Module], None] | None = field(default=None, repr=False)
+    cp_ring_degree: int = 1
+    cp_ulysses_degree: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.device_mesh is not None and self.strategy_config is None:
+            self.strategy_config = FSDP2Config()
+        check_strategy_sizes(self.strategy_config, self._sizes())
+        check_cp_degrees(self.cp_size, self.cp_ring_degree, self.cp_ulysses_degree)
+        self.activation_checkpointing = merge_activation_checkpointing(
+            mesh_context=self.activation_checkpointing,
+            strategy_config=getattr(self.strategy_config, "activation_checkpointing", False),
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, _CHECKS[name](name, value) if name in _CHECKS else value)
+
+    @classmethod
+    def build(
+        cls,
+        strategy_config: DistributedStrategyConfig,
+        parallelism_sizes: ParallelismSizes | None = None,
+        moe_parallel_config: MoEParallelizerConfig | None = None,
+        activation_checkpointing: ActivationCheckpointingMode = False,
+        reapply_trainability: Callable[[nn.Module], None] | None = None,
+        cp_ring_degree: int = 1,
+        cp_ulysses_degree: int | None = None,
+        world_size: int | None = None,
+        timeout_minutes: float | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> "MeshContext":
+        """Build the meshes for these sizes and return their context.
+
+        ``world_size`` is the number of processes, None means those that are there; a single process
+        without a process group gets one. ``timeout_minutes`` (fractions allowed) holds for every
+        axis group, None means the timeout of the default group. ``ranks`` are the global ranks of
+        the mesh, in its order, None means all; the others get a context that is no member and need
+        not call this at all.
+
+        Raises ValueError or TypeError, the same on every rank and before any collective, when sizes
+        do not fit: the message has the whole equation.
+        """
+        check_strategy("strategy_config", strategy_config)
+        sizes = parallelism_sizes or ParallelismSizes()
+        if not isinstance(sizes, ParallelismSizes):
+            raise TypeError(f"parallelism_sizes={sizes!r} must be ParallelismSizes or None")
+        check_positive_number("timeout_minutes", timeout_minutes, optional=True)
+        policies: dict[str, Any] = {
+            "strategy_config": strategy_config,
+            "moe_parallel_config": moe_parallel_config,
+            "activation_checkpointing": activation_checkpointing,
+            "reapply_trainability": reapply_trainability,
+        }
+        cls(**policies)
+        check_strategy_sizes(strategy_config, sizes.to_dict())
+        _check_cp(sizes.cp_size, cp_ring_degree, cp_ulysses_degree)
+        members = _members(world_size, ranks)
+        axes = sizes.resolve(len(members))
+        _ensure_process_group(world_size)
+        timeout = minutes(timeout_minutes)
+        with_moe = axes.ep > 1 or moe_parallel_config is not None
+        return cls(
+            device_mesh=build_device_mesh(axes, members, timeout),
+            moe_mesh=build_moe_mesh(axes, members, timeout) if with_moe else None,
+            process_group=_local_group(members, timeout),
+            cp_ring_degree=cp_ring_degree,
+            cp_ulysses_degree=cp_ulysses_degree,
+            **policies,
+        )
+
+    @classmethod
+    def from_meshes(
+        cls,
+        device_mesh: DeviceMesh | None,
+        moe_mesh: DeviceMesh | None = None,
+        strategy_config: DistributedStrategyConfig | None = None,
+        moe_parallel_config: MoEParallelizerConfig | None = None,
+        activation_checkpointing: ActivationCheckpointingMode = False,
+        reapply_trainability: Callable[[nn.Module], None] | None = None,
+        cp_ring_degree: int = 1,
+        cp_ulysses_degree: int | None = None,
+    ) -> "MeshContext":
+        """Return the context of meshes that exist; their axes must have names of MeshAxisName."""
+        return cls(
+            device_mesh=device_mesh,
+            moe_mesh=moe_mesh,
+            strategy_config=strategy_config,
+            moe_parallel_config=moe_parallel_config,
+            activation_checkpointing=activation_checkpointing,
+            reapply_trainability=reapply_trainability,
+            cp_ring_degree=cp_ring_degree,
+            cp_ulysses_degree=cp_ulysses_degree,
+        )
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel degree."""
+        return axis_size(self.device_mesh, Axis.TP, 1)
+
+    @property
+    def pp_size(self) -> int:
+        """Number of pipeline ranks."""
+        return axis_size(self.device_mesh, Axis.PP, 1)
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel degree."""
+        return axis_size(self.device_mesh, Axis.CP, 1)
+
+    @property
+    def ep_size(self) -> int:
+        """Expert-parallel degree, from the moe mesh."""
+        return axis_size(self.moe_mesh, Axis.EP, 1)
+
+    @property
+    def dp_size(self) -> int | None:
+        """Data-parallel degree, replicas times shards; None without a mesh."""
+        return None if self.device_mesh is None else self.data_world_size
+
+    @property
+    def dp_replicate_size(self) -> int | None:
+        """Number of replicas (HSDP); None without a mesh or such an axis."""
+        return axis_size(self.device_mesh, Axis.DP_REPLICATE, 0) or None
+
+    @property
+    def dp_shard_size(self) -> int:
+        """Number of data-parallel shards."""
+        return self.data_world_size // (self.dp_replicate_size or 1)
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether there is more than one pipeline rank."""
+        return self.pp_size > 1
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is in the mesh; without a mesh every process is."""
+        return self.device_mesh is None or self.device_mesh.get_coordinate() is not None
+
+    @property
+    def data_world_size(self) -> int:
+        """Number of different shares of the samples: dp_replicate x dp_shard."""
+        size = 1
+        for axis in self._data_axes():
+            size *= axis_size(self.device_mesh, axis, 1)
+        return size
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples this rank reads; peers of tp, cp and pp read the same.
+
+        Raises ValueError on a rank outside the mesh.
+        """
+        if not self.is_member:
+            raise ValueError(
+                f"rank {dist.get_rank()} is outside {self.device_mesh}: it has no data"
+            )
+        rank = 0
+        for axis in self._data_axes():
+            rank = rank * axis_size(self.device_mesh, axis, 1) + self.axis_rank(axis)
+        return rank
+
+    def axis_rank(self, name: str) -> int:
+        """Return this rank's coordinate on an axis of the device mesh, 0 where there is none."""
+        names = () if self.device_mesh is None else self.device_mesh.mesh_dim_names or ()
+        coordinate = None if self.device_mesh is None else self.device_mesh.get_coordinate()
+        return coordinate[names.index(name)] if coordinate is not None and name in names else 0
+
+    def parallelize_axis_kwargs(self) -> dict[str, object]:
+        """Return the names of the axes in use as arguments of a walk, None where unused."""
+        shards = (Axis.EP_REPLICATE, Axis.EP_SHARD)
+        names = () if self.moe_mesh is None else self.moe_mesh.mesh_dim_names or ()
+        return {
+            "dp_axis_names": self._dp_axis_names(),
+            "cp_axis_name": str(Axis.CP) if self.cp_size > 1 else None,
+            "tp_axis_name": str(Axis.TP) if self.tp_size > 1 else None,
+            "ep_axis_name": str(Axis.EP) if self.ep_size > 1 else None,
+            "ep_shard_axis_names": tuple(str(n) for n in shards if n in names) or None,
+        }
+
+    def pipeline_axis_kwargs(self) -> dict[str, object]:
+        """Return ``parallelize_axis_kwargs`` and the name of the pipeline axis."""
+        pp = str(Axis.PP) if self.pp_enabled else None
+        return {"pp_axis_name": pp, **self.parallelize_axis_kwargs()}
+
+    def _dp_axis_names(self) -> tuple[str, ...]:
+        """Names of the axes that FSDP shards over: with the replicate axis when it is in use."""
+        shard = (str(Axis.DP_SHARD_CP),)
+        return (str(Axis.DP_REPLICATE), *shard) if (self.dp_replicate_size or 1) > 1 else shard
+
+    def _data_axes(self) -> tuple[str, ...]:
+        names = () if self.device_mesh is None else self.device_mesh.mesh_dim_names or ()
+        data = (Axis.DP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.DP_SHARD_CP)
+        return tuple(axis for axis in names if axis in data)
+
+    def _sizes(self) -> dict[str, int | None]:
+        names = ("tp_size", "pp_size", "cp_size", "ep_size", "dp_replicate_size")
+        return {name: getattr(self, name) for name in names}
+
+
+def _check_mesh(option: str, value: object) -> object:
+    if value is None:
+        return None
+    if not isinstance(value, DeviceMesh):
+        raise TypeError(f"MeshContext.{option}={value!r} must be a DeviceMesh or None")
+    allowed = [str(axis) for axis in Axis]
+    for name in value.mesh_dim_names or ("without a name",):
+        if name not in allowed:
+            raise ValueError(
+                f"MeshContext.{option} has the axis {name!r}, which must be one of "
+                f"{', '.join(allowed)}{nearest(name, allowed)}"
+            )
+    return value
+
+
+def _check_strategy(option: str, value: object) -> object:
+    if value is not None:
+        check_strategy(f"MeshContext.{option}", value)
+    return value
+
+
+def _check_moe_config(option: str, value: object) -> object:
+    if not isinstance(value, MoEParallelizerConfig | None):
+        raise TypeError(f"MeshContext.{option}={value!r} must be a MoEParallelizerConfig or None")
+    return value
+
+
+def _check_callable(option: str, value: object) -> object:
+    if value is not None and not callable(value):
+        raise TypeError(f"MeshContext.{option}={value!r} must be a callable or None")
+    return value
+
+
+def _check_cp(cp_size: int, ring: int, ulysses: int | None) -> None:
+    _check_degree("cp_ring_degree", ring)
+    _check_degree("cp_ulysses_degree", ulysses)
+    check_cp_degrees(cp_size, ring, ulysses)
+
+
+def _check_degree(option: str, value: object) -> object:
+    check_integer(option, value, optional=option == "cp_ulysses_degree")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, object], object]] = {
+    "device_mesh": _check_mesh,
+    "moe_mesh": _check_mesh,
+    "strategy_config": _check_strategy,
+    "moe_parallel_config": _check_moe_config,
+    "activation_checkpointing": lambda option, value: normalize_activation_checkpointing(
+        value, f"MeshContext.{option}"
+    ),
+    "reapply_trainability": _check_callable,
+    "cp_ring_degree": _check_degree,
+    "cp_ulysses_degree": _check_degree,
+}
+
+
+def _job_size(world_size: int | None) -> int:
+    """Return the number of processes: of the default group, else of the environment, else given."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", world_size or 1))
+
+
+def _members(world_size: int | None, ranks: Sequence[int] | None) -> list[int]:
+    """Return the global ranks of the mesh, after checking them against the size of the job."""
+    check_integer("world_size", world_size, optional=True)
+    job = _job_size(world_size)
+    if ranks is None:
+        if world_size not in (None, job):
+            raise ValueError(
+                f"world_size={world_size}, but the job has {job} processes; leave world_size out, "
+                "or name the ranks of a smaller mesh with ranks="
+            )
+        return list(range(job))
+    members = _check_ranks(ranks, job)
+    if world_size not in (None, job, len(members)):
+        raise ValueError(
+            f"world_size={world_size} is neither the number of ranks ({len(members)}) "
+            f"nor that of the processes ({job})"
+        )
+    return members
+
+
+def _check_ranks(ranks: object, job: int) -> list[int]:
+    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
+        raise TypeError(f"ranks={ranks!r} must be a non-empty list of global ranks or None")
+    for rank in ranks:
+        check_integer("ranks: each", rank, minimum=0, maximum=job - 1)
+    if len(set(ranks)) < len(ranks):
+        raise ValueError(f"ranks={list(ranks)} names a rank twice")
+    return list(ranks)
+
+
+def _ensure_process_group(world_size: int | None) -> None:
+    if dist.is_initialized():
+        return
+    job = _job_size(world_size)
+    if job > 1:
+        raise ValueError(
+            f"a mesh of {job} processes needs a process group: call initialize_distributed first "
+            "(or, to plan on one CPU, torch.distributed.init_process_group with backend 'fake')"
+        )
+    initialize_one_process()
+
+
+def _local_group(members: list[int], timeout: Any) -> dist.ProcessGroup | None:
+    if len(members) == dist.get_world_size() or dist.get_rank() not in members:
+        return None
+    return group_of(members, timeout, "mesh_all")

@@ -1,0 +1,101 @@
+"""Topology and policies of a run in one object, from forgiving arguments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwalk.mesh.checkpointing_modes import (
+    ActivationCheckpointingMode,
+    merge_activation_checkpointing,
+)
+from shardwalk.mesh.config import DistributedStrategyConfig, MoEParallelizerConfig
+from shardwalk.mesh.context import MeshContext
+from shardwalk.mesh.pipeline_config import PipelineConfig
+from shardwalk.mesh.sizes import ParallelismSizes
+from shardwalk.mesh.strategies import resolve_strategy
+from shardwalk.mesh.validation import config_from_mapping
+
+__all__ = ["DistributedSetup"]
+
+
+@dataclass(frozen=True, eq=False)
+class DistributedSetup:
+    """A mesh context with the policies it was built from.
+
+    The strategy, the MoE config and the checkpointing mode are those of ``mesh_context``: what is
+    left out here is taken from there, and what is given only here is put there. Raises ValueError
+    when both are given and differ.
+    """
+
+    mesh_context: MeshContext
+    strategy_config: DistributedStrategyConfig | None = None
+    pipeline_config: PipelineConfig | None = None
+    moe_parallel_config: MoEParallelizerConfig | None = None
+    activation_checkpointing: ActivationCheckpointingMode = False
+
+    def __post_init__(self) -> None:
+        context = self.mesh_context
+        if not isinstance(context, MeshContext):
+            raise TypeError(f"DistributedSetup.mesh_context={context!r} must be a MeshContext")
+        if not isinstance(self.pipeline_config, PipelineConfig | None):
+            raise TypeError(
+                f"DistributedSetup.pipeline_config={self.pipeline_config!r} must be a "
+                "PipelineConfig or None; DistributedSetup.build takes dicts too"
+            )
+        mode = merge_activation_checkpointing(
+            setup=self.activation_checkpointing,
+            mesh_context=context.activation_checkpointing,
+            strategy_config=getattr(self.strategy_config, "activation_checkpointing", False),
+        )
+        for name in ("strategy_config", "moe_parallel_config"):
+            value = _agreed(name, getattr(self, name), getattr(context, name))
+            setattr(context, name, value)
+            object.__setattr__(self, name, value)
+        context.activation_checkpointing = mode
+        object.__setattr__(self, "activation_checkpointing", mode)
+
+    @classmethod
+    def build(
+        cls,
+        strategy: str | DistributedStrategyConfig = "fsdp2",
+        parallelism_sizes: ParallelismSizes | None = None,
+        pipeline_config: PipelineConfig | dict[str, Any] | None = None,
+        moe_parallel_config: MoEParallelizerConfig | dict[str, Any] | None = None,
+        activation_checkpointing: ActivationCheckpointingMode = False,
+        world_size: int | None = None,
+        timeout_minutes: float | None = None,
+        ranks: list[int] | tuple[int, ...] | None = None,
+    ) -> "DistributedSetup":
+        """Build the meshes and return them with the policies.
+
+        ``strategy`` is a config or "fsdp2", "ddp", "megatron_fsdp" ("mfsdp"); sizes and configs may
+        be dicts of their options. The rest is as in ``MeshContext.build``.
+        """
+        strategy_config = resolve_strategy(strategy)
+        sizes = _optional(ParallelismSizes, parallelism_sizes, "parallelism_sizes")
+        pipeline = _optional(PipelineConfig, pipeline_config, "pipeline_config")
+        moe = _optional(MoEParallelizerConfig, moe_parallel_config, "moe_parallel_config")
+        context = MeshContext.build(
+            strategy_config,
+            parallelism_sizes=sizes,
+            moe_parallel_config=moe,
+            activation_checkpointing=activation_checkpointing,
+            world_size=world_size,
+            timeout_minutes=timeout_minutes,
+            ranks=ranks,
+        )
+        return cls(mesh_context=context, pipeline_config=pipeline)
+
+
+def _agreed(name: str, own: Any, context: Any) -> Any:
+    if own is not None and context is not None and own != context:
+        raise ValueError(
+            f"DistributedSetup.{name}={own!r} differs from that of mesh_context: {context!r}"
+        )
+    return context if own is None else own
+
+
+def _optional(cls: type, value: Any, option: str) -> Any:
+    if value is None or isinstance(value, cls | Mapping):
+        return None if value is None else config_from_mapping(cls, value, option)
+    raise TypeError(f"{option}={value!r} must be a {cls.__name__}, a dict of its options or None")

@@ -1,0 +1,179 @@
+"""Starting and ending torch.distributed for one process of a job."""
+
+import atexit
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardwalk.mesh import _torch_compat
+from shardwalk.mesh.validation import check_positive_number, nearest
+
+__all__ = [
+    "DistInfo",
+    "initialize_distributed",
+    "register_teardown",
+    "shutdown_distributed",
+]
+
+_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+_teardown = ExitStack()
+
+
+@dataclass(frozen=True)
+class DistInfo:
+    """This process's place in the job.
+
+    ``backend`` as asked for ("gloo" or "nccl"), global ``rank``, ``world_size``, the ``device`` to
+    put tensors on, and ``is_main``: whether the rank is 0.
+    """
+
+    backend: str
+    rank: int
+    world_size: int
+    device: torch.device
+    is_main: bool
+
+
+def backend_string(backend: str) -> str:
+    """Return what torch is asked for: NCCL always with gloo beside it, for CPU tensors.
+
+    Raises ValueError unless "gloo", "nccl" or one of those strings.
+    """
+    if backend in _BACKENDS.values():
+        return backend
+    if backend not in _BACKENDS:
+        raise ValueError(
+            f"backend={backend!r} must be 'gloo' or 'nccl'{nearest(backend, _BACKENDS)}"
+        )
+    return _BACKENDS[backend]
+
+
+def initialize_distributed(backend: str, timeout_minutes: float = 1) -> DistInfo:
+    """Start torch.distributed for this process and return its place in the job.
+
+    Ranks come from the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+    MASTER_PORT); without RANK and WORLD_SIZE this is a job of one process. With "nccl" the device
+    is that of LOCAL_RANK and becomes the current one. ``timeout_minutes`` (fractions allowed) is
+    that of the default group, and of the axis groups of meshes built without another one. Calling
+    it again with the same backend returns the same. The groups end at exit, or with
+    ``shutdown_distributed``; signal handlers are left alone.
+
+    Raises ValueError for another backend than the running one, an incomplete environment, or a
+    device that is not there.
+    """
+    wanted = backend_string(backend)
+    name = "nccl" if "nccl" in wanted else "gloo"
+    check_positive_number("timeout_minutes", timeout_minutes)
+    if dist.is_initialized():
+        _check_running(name)
+        return _info(name)
+    place = _place_from_environment()
+    device = _device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(minutes=timeout_minutes)
+    if place is None:
+        dist.init_process_group(
+            wanted, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    else:
+        dist.init_process_group(wanted, rank=place[0], world_size=place[1], timeout=timeout)
+    atexit.register(shutdown_distributed)
+    return _info(name)
+
+
+def initialize_one_process() -> DistInfo:
+    """Start torch.distributed for a job of one process, on the accelerator that is there."""
+    return initialize_distributed("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def register_teardown(function: Callable[[], None]) -> None:
+    """Have ``function()`` called once before the process groups end; the last registered first."""
+    if not callable(function):
+        raise TypeError(f"register_teardown needs a callable, not {function!r}")
+    _teardown.callback(function)
+
+
+def shutdown_distributed() -> None:
+    """Run the teardown callbacks and end all process groups; harmless where there are none.
+
+    A callback that raises stops neither the others nor the end of the groups.
+    """
+    atexit.unregister(shutdown_distributed)
+    try:
+        _teardown.close()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _place_from_environment() -> tuple[int, int] | None:
+    """Return (rank, world size), or None for a process that no launcher started."""
+    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == 2:
+        return None
+    if not missing:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"the environment has {', '.join(n for n, v in given.items() if v is not None)} but "
+            f"not {' and '.join(missing)}: start with torchrun, or set all of RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT, or neither RANK nor WORLD_SIZE for a single process"
+        )
+    rank, size = (_integer(name, given[name]) for name in ("RANK", "WORLD_SIZE"))
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK={rank} must be from 0 to WORLD_SIZE - 1 = {size - 1}")
+    return rank, size
+
+
+def _integer(name: str, text: str | None) -> int:
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ValueError(f"{name}={text!r} in the environment must be an integer") from None
+
+
+def _device(backend: str) -> torch.device:
+    if backend == "gloo":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("backend='nccl' needs CUDA, which is not available here; use 'gloo'")
+    index = _integer("LOCAL_RANK", os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise ValueError(
+            f"LOCAL_RANK={index}, but this machine has {count} CUDA devices; "
+            "start at most that many processes per machine"
+        )
+    return torch.device("cuda", index)
+
+
+def _check_running(name: str) -> None:
+    running = _torch_compat.default_backend()
+    if ("nccl" in running) != (name == "nccl"):
+        raise ValueError(
+            f"backend={name!r}, but torch.distributed already runs with {running!r}; "
+            "call shutdown_distributed first, or ask for the running backend"
+        )
+    if name == "nccl" and "gloo" not in dist.get_backend_config():
+        raise ValueError(
+            f"torch.distributed already runs with {running!r}, which has no backend for CPU "
+            "tensors; initialize it with 'cpu:gloo,cuda:nccl'"
+        )
+
+
+def _info(name: str) -> DistInfo:
+    rank = dist.get_rank()
+    return DistInfo(
+        backend=name,
+        rank=rank,
+        world_size=dist.get_world_size(),
+        device=_device(name),
+        is_main=rank == 0,
+    )
