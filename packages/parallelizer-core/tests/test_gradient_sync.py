@@ -1,0 +1,183 @@
+"""Accumulation over micro-batches: one communication, right sums, flags as before (B69)."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import state_toys as toys
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwalk.mesh import FSDP2Config, MeshContext
+from shardwalk.parallelizer_core._torch_compat_state import fsdp_units, sync_flags_of
+from shardwalk.parallelizer_core.gradient_sync import (
+    gradient_sync_is_deferred,
+    no_sync,
+    sync_gradients_on_last,
+)
+from shardwalk.parallelizer_core.parallel_state import record_mesh_context
+from shardwalk.parallelizer_core.testing import run_on_ranks
+
+MICRO_BATCHES = 3
+
+
+def micro_batches(sharding: str) -> list[tuple[Tensor, Tensor]]:
+    x, y = toys.my_rows(sharding, *toys.batch(rows=12))
+    return list(zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES), strict=True))
+
+
+def backward_reductions(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    loss = toys.mean_loss(model, x, y) / MICRO_BATCHES
+    with toys.Reductions() as reductions:
+        loss.backward()
+    return reductions.count
+
+
+def one_big_batch() -> dict[str, Tensor]:
+    model = toys.toy()
+    toys.mean_loss(model, *toys.batch(rows=12)).backward()
+    return toys.whole_gradients(model)
+
+
+def accumulate(sharding: str, form: str, bf16: bool = False) -> tuple[dict[str, Tensor], list[int]]:
+    options = {"mp_policy": toys.BF16} if bf16 else {}
+    model = toys.SHARDINGS[sharding](toys.toy(), **options)
+    counted = []
+    batches = micro_batches(sharding)
+    if form == "loop":
+        batches = sync_gradients_on_last(model, iter(batches))  # type: ignore[assignment]
+    for index, (x, y) in enumerate(batches):
+        is_last = index == MICRO_BATCHES - 1
+        held = no_sync(model, enabled=not is_last) if form == "with" else contextlib.nullcontext()
+        with held:
+            assert gradient_sync_is_deferred(model) != is_last
+            counted.append(backward_reductions(model, x, y))
+    return toys.whole_gradients(model), counted
+
+
+@pytest.mark.parametrize("form", ["with", "loop"])
+@pytest.mark.parametrize(("sharding", "world"), [("fsdp", 2), ("hsdp", 4), ("fsdp_tp", 4)])
+def test_reductions_only_on_the_last_micro_batch(sharding: str, world: int, form: str) -> None:
+    """B69: the sum equals one big batch; nothing is reduced before the last micro-batch."""
+    expected = one_big_batch()
+    for gradients, counted in run_on_ranks(world, accumulate, sharding, form):
+        reduces = {"fsdp": 3, "hsdp": 6, "fsdp_tp": 3}[sharding]
+        extra = counted[0]  # what tensor parallelism communicates in every micro-batch
+        assert counted == [extra, extra, extra + reduces]
+        assert extra == 0 or sharding == "fsdp_tp"
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def accumulate_ddp(form: str) -> tuple[dict[str, Tensor], list[bool]]:
+    model = toys.ddp(toys.toy())
+    equal = []
+    batches = micro_batches("ddp")
+    if form == "loop":
+        batches = sync_gradients_on_last(model, batches)  # type: ignore[assignment]
+    for index, (x, y) in enumerate(batches):
+        skip = form == "with" and index < MICRO_BATCHES - 1
+        with no_sync(model, enabled=skip):
+            (toys.mean_loss(model, x, y) / MICRO_BATCHES).backward()
+        mine = toys.whole_gradients(model)["head.weight"]
+        theirs = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(theirs, mine)
+        equal.append(torch.equal(*theirs))
+    return toys.whole_gradients(model), equal
+
+
+@pytest.mark.parametrize("form", ["with", "loop"])
+def test_ddp_reduces_only_on_the_last_micro_batch(form: str) -> None:
+    """B69 under DDP: gradients of the ranks differ until the last micro-batch."""
+    expected = one_big_batch()
+    for gradients, equal in run_on_ranks(2, accumulate_ddp, form):
+        assert equal == [False, False, True]
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_accumulation() -> None:
+    expected = one_big_batch()
+    for gradients, _ in run_on_ranks(2, accumulate, "fsdp", "loop", bf16=True):
+        for name, gradient in expected.items():
+            assert gradients[name].dtype == torch.float32
+            torch.testing.assert_close(gradients[name], gradient, rtol=0.05, atol=5e-3)
+
+
+def flags(model: nn.Module) -> list[list[tuple[bool, bool]]]:
+    return [sync_flags_of(unit) for unit in fsdp_units(model)]
+
+
+def nested_flags() -> None:
+    model = toys.hsdp(toys.toy())
+    assert isinstance(model, FSDPModule)
+    blocks = model.blocks
+    blocks[0].set_requires_all_reduce(False)  # type: ignore[union-attr,index,operator]
+    before = flags(model)
+    assert sorted({flag for unit in before for flag in unit}) == [(True, False), (True, True)]
+    off = [[(False, False)]] * len(before)
+    with contextlib.suppress(KeyError), no_sync(model):
+        assert flags(model) == off
+        with no_sync([model]), no_sync(model, enabled=False):
+            assert flags(model) == off
+        assert flags(model) == off
+        assert gradient_sync_is_deferred(blocks[1])  # type: ignore[index]
+        raise KeyError
+    assert flags(model) == before
+    assert not gradient_sync_is_deferred(model)
+    for index in sync_gradients_on_last(model, range(3)):
+        if index == 1:
+            break
+    assert flags(model) == before
+
+
+def test_flags_are_as_before_after_exceptions_nesting_and_break() -> None:
+    """B69: per unit and per switch, what was set before is what is set afterwards."""
+    run_on_ranks(4, nested_flags)
+
+
+def ddp_flags() -> None:
+    model = toys.ddp(toys.toy())
+    with contextlib.suppress(KeyError), no_sync(model):
+        with no_sync(model):
+            assert not model.require_backward_grad_sync
+        assert not model.require_backward_grad_sync
+        raise KeyError
+    assert model.require_backward_grad_sync
+
+
+def test_ddp_flags_are_as_before() -> None:
+    run_on_ranks(2, ddp_flags)
+
+
+def accumulate_undeferred() -> tuple[dict[str, Tensor], list[int]]:
+    model = toys.fsdp(toys.toy())
+    config = FSDP2Config(defer_fsdp_grad_sync=False)
+    record_mesh_context(model, MeshContext(strategy_config=config))
+    counted = []
+    for x, y in sync_gradients_on_last(model, micro_batches("fsdp")):
+        counted.append(backward_reductions(model, x, y))
+    return toys.whole_gradients(model), counted
+
+
+def test_without_deferring_every_micro_batch_reduces() -> None:
+    """``defer_fsdp_grad_sync=False``: more traffic, the same numbers."""
+    expected = one_big_batch()
+    for gradients, counted in run_on_ranks(2, accumulate_undeferred):
+        assert counted == [3, 3, 3]
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_any_number_of_micro_batches(count: int) -> None:
+    model = nn.Linear(2, 2)
+    seen = [
+        (item, gradient_sync_is_deferred(model))
+        for item in sync_gradients_on_last(model, iter(range(count)))
+    ]
+    assert seen == [(item, item < count - 1) for item in range(count)]
