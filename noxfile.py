@@ -169,12 +169,13 @@ def typecheck(session: nox.Session) -> None:
     """Check types: strictly in the packages, without demanding annotations in their tests."""
     install(session, *group("typecheck"))
     env = {"MYPYPATH": sources()}
-    session.run("mypy", *(str(package.folder / "src") for package in PACKAGES.values()), env=env)
+    session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES), env=env)
     for package in PACKAGES.values():
         if any(package.tests.glob("*.py")):
             paths = os.pathsep.join([sources(), str(package.tests)])
             config = "--config-file=tests/mypy.ini"
-            session.run("mypy", config, str(package.tests), env={"MYPYPATH": paths})
+            tests = str(package.tests.relative_to(ROOT))
+            session.run("mypy", config, tests, env={"MYPYPATH": paths})
 
 
 @nox.session(requires=["base"])
@@ -184,11 +185,13 @@ def build(session: nox.Session) -> None:
     shutil.rmtree(DIST, ignore_errors=True)
     for package in PACKAGES.values():
         session.run(
-            "python", "-m", "build", "--no-isolation", f"--outdir={DIST}", str(package.folder),
+            "python", "-m", "build", "--no-isolation", "--outdir=dist", f"packages/{package.name}",
             silent=True,
         )  # fmt: skip
-    session.run("twine", "check", "--strict", *sorted(map(str, DIST.iterdir())))
-    pytest(session, "tests/packaging", f"--dist={DIST}", *session.posargs)
+    session.run(
+        "twine", "check", "--strict", *sorted(f"dist/{file.name}" for file in DIST.iterdir())
+    )
+    pytest(session, "tests/packaging", "--dist=dist", *session.posargs)
 
 
 @nox.session(requires=["base"])

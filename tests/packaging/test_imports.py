@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -41,12 +42,20 @@ def declared(package: Package) -> tuple[set[str], set[str]]:
     return names(package.project["dependencies"]), set().union(*map(names, extras))
 
 
+@functools.cache
+def installed() -> dict[str, set[str]]:
+    """The distributions that provide each top-level module here."""
+    return {
+        top: {name.lower() for name in names} for top, names in packages_distributions().items()
+    }
+
+
 def distributions(module: str) -> set[str]:
     """The distributions that may provide an imported module."""
     top = module.partition(".")[0]
     if top == "shardwalk":
         return {p.distribution for p in PACKAGES if f"{module}.".startswith(f"{p.module}.")}
-    return {name.lower() for name in packages_distributions().get(top, [top])}
+    return installed().get(top, {top})
 
 
 @each_package
