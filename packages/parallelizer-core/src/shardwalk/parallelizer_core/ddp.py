@@ -1,0 +1,84 @@
+"""Distributed data parallel: torch's wrapper, with the state-dict keys of the wrapped model."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwalk.mesh import DDPConfig, MeshContext, get_flat_mesh
+
+_PREFIX = "module."
+
+
+def wrap_ddp(
+    model: nn.Module, mesh_context: MeshContext, config: DDPConfig
+) -> DistributedDataParallel:
+    """Wrap `model` so that its gradients are averaged over the data-parallel ranks.
+
+    The state dict of the wrapper has the keys of `model`, and loads them.
+
+    Raises:
+        ValueError: the model has parameters on the meta device, or none to train.
+    """
+    _refuse_ddp_model(model)
+    assert mesh_context.device_mesh is not None
+    mesh = get_flat_mesh(mesh_context.device_mesh, "dp")
+    device = _device(mesh.device_type)
+    wrapped = DistributedDataParallel(
+        model.to(device),
+        device_ids=None if device.type == "cpu" else [device.index],
+        process_group=mesh.get_group(),
+        find_unused_parameters=config.find_unused_parameters,
+        static_graph=config.static_graph,
+        bucket_cap_mb=config.bucket_cap_mb,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        **_buffer_option(config.broadcast_buffers),
+    )
+    wrapped.register_state_dict_post_hook(_strip_prefix)
+    wrapped.register_load_state_dict_pre_hook(_add_prefix)
+    return wrapped
+
+
+def _refuse_ddp_model(model: nn.Module) -> None:
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"strategy='ddp' keeps whole copies, and {len(on_meta)} parameters are on the meta "
+            f"device "
+            f"({', '.join(on_meta[:3])}, ...): call materialize(model, ...) first, then "
+            f"parallelize_model"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "strategy='ddp' averages gradients, and no parameter of this model is trainable"
+        )
+
+
+def _buffer_option(synchronize: bool) -> dict[str, Any]:
+    """The argument that synchronizes buffers before each forward: torch 2.13 renamed it."""
+    names = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    return {name: synchronize}
+
+
+def _device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def _strip_prefix(
+    wrapped: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    start = prefix + _PREFIX
+    for key in [key for key in state if key.startswith(start)]:
+        state[prefix + key.removeprefix(start)] = state.pop(key)
+
+
+def _add_prefix(wrapped: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)

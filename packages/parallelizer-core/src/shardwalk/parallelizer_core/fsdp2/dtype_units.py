@@ -1,0 +1,160 @@
+"""Units of one dtype: what `fully_shard` needs, for blocks that mix dtypes.
+
+torch reduces the gradients of a unit in one buffer, so the trainable parameters of a unit must
+share their storage dtype, and one policy casts all of a unit's parameters, so they must share their
+compute dtype too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from shardwalk.parallelizer_core._torch_compat import own_linear_output
+from shardwalk.parallelizer_core.fsdp2.fp32_pins import is_pinned
+from shardwalk.parallelizer_core.fsdp2.policies import pinned_policy
+from shardwalk.parallelizer_core.fsdp2.replicated_parameters import replicate_parameters
+
+Door = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
+class UnitDtypes:
+    """What the parameters of one unit share.
+
+    Attributes:
+        compute: dtype in the forward.
+        storage: dtype of the trainable parameters, None for a parameter that is frozen and fits any
+            unit of its compute dtype.
+        pinned: whether the compute dtype is pinned against the policy.
+    """
+
+    compute: torch.dtype
+    storage: torch.dtype | None
+    pinned: bool
+
+    def fits(self, unit: UnitDtypes) -> bool:
+        """Whether a parameter of these dtypes may live in a unit of those."""
+        same_compute = (self.compute, self.pinned) == (unit.compute, unit.pinned)
+        return same_compute and self.storage in (None, unit.storage)
+
+
+def shard_unit(module: nn.Module, door: Door, **kwargs: Any) -> nn.Module:
+    """Make `module` one unit, or several of one dtype each where its parameters differ.
+
+    `kwargs` are those of torch's `fully_shard`. Only parameters that no unit holds yet are looked
+    at. `door` is called for each part when the module has to be split.
+    """
+    policy = kwargs.get("mp_policy") or MixedPrecisionPolicy()
+    ignored = kwargs.get("ignored_params") or set()
+    kinds = [_dtypes(p, policy) for p in unheld_parameters(module) if p not in ignored]
+    unit = _prevailing((kind, 1) for kind in kinds)
+    if unit is not None and (
+        any(not kind.fits(unit) for kind in kinds) or _scalars(module, ignored)
+    ):
+        return fully_shard_by_dtype(module, door, **kwargs)
+    if unit is not None and unit.pinned:
+        kwargs["mp_policy"] = pinned_policy(policy, unit.compute)
+    if isinstance(module, nn.Linear):
+        module.register_forward_hook(own_linear_output)
+    fully_shard(module, **kwargs)
+    return module
+
+
+def fully_shard_by_dtype(module: nn.Module, door: Door, **kwargs: Any) -> nn.Module:
+    """Split `module` into units of one dtype each: what differs first, then the rest.
+
+    The rest has the dtypes that most elements have. A parameter that differs and sits bare beside
+    others in its module (or has no dimension to shard) stays a plain tensor, equal on every rank,
+    and its gradient is averaged by a hook.
+
+    Args:
+        module: the block; parameters that a unit holds already are left alone.
+        door: called with each submodule that becomes a unit of its own, and last with `module`.
+        kwargs: those of torch's `fully_shard`; `mesh` is needed.
+    """
+    policy = kwargs.get("mp_policy") or MixedPrecisionPolicy()
+    ignored: set[nn.Parameter] = set(kwargs.get("ignored_params") or ())
+    rest = _prevailing(
+        (_dtypes(p, policy), p.numel()) for p in unheld_parameters(module) if p not in ignored
+    )
+    assert rest is not None, "only a module with parameters is split"
+    for part in _parts(module, rest, policy, ignored):
+        door(part, **kwargs)
+    bare = {
+        p
+        for p in unheld_parameters(module)
+        if p not in ignored and (p.ndim == 0 or not _dtypes(p, policy).fits(rest))
+    }
+    kwargs["ignored_params"] = ignored | bare
+    door(module, **kwargs)
+    replicate_parameters(bare, unit=module, mesh=kwargs["mesh"])
+    return module
+
+
+def unheld_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `module` that no unit inside it holds yet, each once."""
+    return list(dict.fromkeys(_walk_unheld(module)))
+
+
+def _walk_unheld(module: nn.Module) -> Iterator[nn.Parameter]:
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _walk_unheld(child)
+
+
+def _dtypes(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> UnitDtypes:
+    pinned = is_pinned(parameter)
+    compute = parameter.dtype if pinned or not parameter.is_floating_point() else policy.param_dtype
+    storage = parameter.dtype if parameter.requires_grad else None
+    return UnitDtypes(compute or parameter.dtype, storage, pinned)
+
+
+def _prevailing(weighed: Iterable[tuple[UnitDtypes, int]]) -> UnitDtypes | None:
+    """The dtypes of the largest weight; trainable ones first, since frozen ones fit in."""
+    weights: Counter[UnitDtypes] = Counter()
+    for kind, weight in weighed:
+        weights[kind] += weight
+    by_compute: Counter[tuple[torch.dtype, bool]] = Counter()
+    for kind, weight in weights.items():
+        by_compute[kind.compute, kind.pinned] += weight
+    if not by_compute:
+        return None
+    (compute, pinned), _ = by_compute.most_common(1)[0]
+    members = [k for k in weights if (k.compute, k.pinned) == (compute, pinned)]
+    return max(members, key=lambda kind: (kind.storage is not None, weights[kind]))
+
+
+def _parts(
+    module: nn.Module, rest: UnitDtypes, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
+) -> list[nn.Module]:
+    """The largest submodules whose parameters all differ from `rest` in the same way."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        own = [p for p in unheld_parameters(child) if p not in ignored]
+        if isinstance(child, FSDPModule) or not own:
+            continue
+        kinds = [_dtypes(p, policy) for p in own]
+        unit = _prevailing((kind, 1) for kind in kinds)
+        assert unit is not None
+        is_part = not unit.fits(rest) and all(kind.fits(unit) for kind in kinds)
+        if is_part and _can_be_unit(child) and all(p.ndim for p in own):
+            found.append(child)
+        elif any(not kind.fits(rest) for kind in kinds):
+            found.extend(_parts(child, rest, policy, ignored))
+    return list(dict.fromkeys(found))
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _scalars(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
+    return any(p.ndim == 0 and p not in ignored for p in unheld_parameters(module))

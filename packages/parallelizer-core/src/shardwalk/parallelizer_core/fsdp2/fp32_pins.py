@@ -1,0 +1,85 @@
+"""Parameters that compute in fp32 whatever the precision policy says.
+
+A model pins them with a list of names in `_keep_in_fp32_modules_strict` (the attribute transformers
+reads), on the model or on any module in it. A name is one or more dotted path segments below that
+module: `gate` pins every parameter in a module called gate, `mlp.gate.weight` one parameter of each
+    mlp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+PIN_ATTRIBUTE = "_keep_in_fp32_modules_strict"
+
+_pinned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def pin_fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Mark every parameter that `model` pins to fp32, and return them by name.
+
+    A pinned parameter on the meta device becomes fp32 (no value is lost there).
+
+    Raises:
+        ValueError: a pinned name matches nothing in its module, or real pinned weights are stored
+            in a narrower dtype, so that their low bits are gone already.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for prefix, owner in model.named_modules():
+        for pin in _pins_of(owner):
+            found.update(_matches(prefix, owner, pin))
+    for name, parameter in found.items():
+        _widen(name, parameter)
+        _pinned[parameter] = True
+    return found
+
+
+def is_pinned(parameter: nn.Parameter) -> bool:
+    """Whether `pin_fp32_parameters` marked this parameter."""
+    return parameter in _pinned
+
+
+def _pins_of(module: nn.Module) -> Iterator[str]:
+    names = getattr(module, PIN_ATTRIBUTE, None)
+    return iter((names,) if isinstance(names, str) else names or ())
+
+
+def _matches(prefix: str, owner: nn.Module, pin: str) -> Iterator[tuple[str, nn.Parameter]]:
+    if not _names_something(owner, pin):
+        raise ValueError(
+            f"{PIN_ATTRIBUTE} of {type(owner).__name__} pins {pin!r}, which names no module, "
+            f"parameter or "
+            f"buffer in it; correct the name, or remove it from the list of this model"
+        )
+    dot = f"{prefix}." if prefix else ""
+    for name, parameter in owner.named_parameters():
+        if _has_segments(name, pin) and parameter.is_floating_point():
+            yield f"{dot}{name}", parameter
+
+
+def _names_something(owner: nn.Module, pin: str) -> bool:
+    names = [name for name, _ in owner.named_modules()]
+    names += [name for name, _ in owner.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in owner.named_buffers(remove_duplicate=False)]
+    return any(_has_segments(name, pin) for name in names)
+
+
+def _has_segments(name: str, pin: str) -> bool:
+    return f".{pin}." in f".{name}."
+
+
+def _widen(name: str, parameter: nn.Parameter) -> None:
+    if parameter.dtype in (torch.float32, torch.float64):
+        return
+    if not parameter.is_meta:
+        raise ValueError(
+            f"{name} is pinned to float32 ({PIN_ATTRIBUTE}) but stored in {parameter.dtype}: its "
+            f"low bits are "
+            f"lost; build the model in float32 or load it on the meta device, or call .float() on "
+            f"that module"
+        )
+    parameter.data = parameter.data.float()

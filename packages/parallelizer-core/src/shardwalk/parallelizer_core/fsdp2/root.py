@@ -1,0 +1,85 @@
+"""What the root unit does around its forward, beyond what torch's own hooks do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwalk.parallelizer_core._torch_compat import (
+    forget_interrupted_forward,
+    forward_was_interrupted,
+)
+
+_watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def watch_root(root: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
+    """Leave `root` resharded after a forward without gradients and after one that failed.
+
+    torch keeps the root's weights gathered after a forward, for the backward to come. Where none
+    comes, weights changed in the meantime (an EMA swap, a weight sync) would not be the ones the
+    next forward uses.
+    """
+    if root not in _watched:
+        _watched[root] = True
+        root.register_forward_hook(_after_forward(mp_policy), with_kwargs=True, always_call=True)
+
+
+def reshard_all(root: nn.Module) -> None:
+    """Reshard every unit in `root`; a unit that is sharded stays as it is."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _after_forward(mp_policy: MixedPrecisionPolicy) -> Any:
+    def hook(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        assert isinstance(root, FSDPModule)
+        if forward_was_interrupted(root):
+            forget_interrupted_forward(root)
+            _explain_dtype_error(sys.exc_info()[1], mp_policy, args, kwargs)
+        elif not torch.is_grad_enabled():
+            reshard_all(root)
+
+    return hook
+
+
+def _explain_dtype_error(
+    error: BaseException | None,
+    policy: MixedPrecisionPolicy,
+    args: Iterable[Any],
+    kwargs: dict[str, Any],
+) -> None:
+    """Name the option that casts inputs, where the model failed on an input of another dtype."""
+    if (
+        policy.param_dtype is None
+        or policy.cast_forward_inputs
+        or not isinstance(error, RuntimeError)
+    ):
+        return
+    others = {t.dtype for t in _tensors([*args, *kwargs.values()]) if t.is_floating_point()}
+    others.discard(policy.param_dtype)
+    if others:
+        given = ", ".join(sorted(str(dtype) for dtype in others))
+        error.add_note(
+            f"The model was called with {given} inputs while its weights compute in "
+            f"{policy.param_dtype}, and "
+            f"mp_policy.cast_forward_inputs is False: cast the inputs, or set "
+            f"cast_forward_inputs=True"
+        )
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

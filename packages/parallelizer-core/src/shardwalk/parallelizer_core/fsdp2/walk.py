@@ -1,0 +1,140 @@
+"""The dense walk: blocks become units bottom up, then the embedding tables, the root last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+
+from shardwalk.mesh.policies import default_mp_policy
+from shardwalk.parallelizer_core._torch_compat import guard_fsdp_units
+from shardwalk.parallelizer_core.fsdp2.fp32_pins import pin_fp32_parameters
+from shardwalk.parallelizer_core.fsdp2.policies import inner_policy
+from shardwalk.parallelizer_core.fsdp2.prefetch import chain_prefetch
+from shardwalk.parallelizer_core.fsdp2.root import watch_root
+from shardwalk.parallelizer_core.layers import BlockStack, find_block_stacks, frozen_towers
+from shardwalk.parallelizer_core.ties import SharedParameters
+
+logger = logging.getLogger(__name__)
+
+Door = Callable[..., nn.Module]
+EmbeddingPass = Callable[
+    [nn.Module, DeviceMesh, MixedPrecisionPolicy | None, OffloadPolicy | None, bool], None
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """What every unit of one walk shares.
+
+    Attributes:
+        mesh: 1-D (sharded) or 2-D (replicated, sharded) data-parallel mesh.
+        mp_policy: precision of the parameters and reductions; None is bf16 with fp32 reduction.
+        offload_policy: where shards rest; None is on the device.
+        reshard_after_forward: True or False for every unit, None for the rule of
+            `reshards_after_forward`.
+        ignored_params: parameters that no unit may take.
+    """
+
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy | None = None
+    offload_policy: OffloadPolicy | None = None
+    reshard_after_forward: bool | None = None
+    ignored_params: set[nn.Parameter] = field(default_factory=set)
+
+    def for_unit(
+        self, *, reshard_after_forward: bool | None, is_root: bool = False
+    ) -> dict[str, object]:
+        """The keyword arguments of `fully_shard` for one unit."""
+        policy = self.mp_policy or default_mp_policy()
+        return {
+            "mesh": self.mesh,
+            "mp_policy": policy if is_root else inner_policy(policy),
+            "offload_policy": self.offload_policy or OffloadPolicy(),
+            "reshard_after_forward": reshard_after_forward,
+            "ignored_params": set(self.ignored_params),
+        }
+
+
+def walk_dense(
+    model: nn.Module,
+    options: UnitOptions,
+    *,
+    door: Door,
+    embedding_pass: EmbeddingPass,
+    forward_prefetch_depth: int = 0,
+    backward_prefetch_depth: int = 0,
+) -> None:
+    """Turn `model` into units in place.
+
+    Args:
+        model: the whole model, or the part of it that one pipeline stage holds.
+        options: what the units share.
+        door: makes one unit of one module (a sidecar's `_fully_shard_module`).
+        embedding_pass: makes the units of untied tables.
+        forward_prefetch_depth, backward_prefetch_depth: blocks gathered ahead; 0 leaves it to
+            torch.
+    """
+    pin_fp32_parameters(model)
+    stacks = blocks_to_shard(model)
+    for stack in stacks:
+        for index, (_, block) in enumerate(stack.blocks):
+            reshard = reshards_after_forward(
+                index, len(stack.blocks), options.reshard_after_forward
+            )
+            door(block, **options.for_unit(reshard_after_forward=reshard))
+    embedding_pass(
+        model,
+        options.mesh,
+        options.mp_policy,
+        options.offload_policy,
+        options.reshard_after_forward is not False,
+    )
+    door(
+        model, **options.for_unit(reshard_after_forward=options.reshard_after_forward, is_root=True)
+    )
+    for stack in stacks:
+        chain_prefetch(
+            [block for _, block in stack.blocks], forward_prefetch_depth, backward_prefetch_depth
+        )
+    finish_units(model, options.mp_policy or default_mp_policy())
+
+
+def finish_units(model: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
+    """Install what every sharded model needs: guards and the root's hooks; idempotent."""
+    guard_fsdp_units(model)
+    if isinstance(model, FSDPModule):
+        watch_root(model, mp_policy)
+
+
+def blocks_to_shard(model: nn.Module) -> list[BlockStack]:
+    """The stacks whose blocks become units: frozen towers and tied blocks stay in the root."""
+    in_towers = {module for _, tower in frozen_towers(model) for module in tower.modules()}
+    shared = SharedParameters(model)
+    stacks = []
+    for stack in find_block_stacks(model):
+        own = tuple(
+            (name, block)
+            for name, block in stack.blocks
+            if block not in in_towers and not isinstance(block, FSDPModule)
+        )
+        free = tuple((name, block) for name, block in own if not shared.leave(block))
+        if len(free) < len(own):
+            logger.info(
+                "%s: blocks whose weights are tied to others stay in the root unit", stack.name
+            )
+        stacks.append(BlockStack(stack.name, free))
+    return stacks
+
+
+def reshards_after_forward(index: int, count: int, override: bool | None) -> bool:
+    """Whether block `index` of a stack of `count` frees its gathered weights after its forward.
+
+    The last one keeps them, since the backward starts there. Pipeline stages pass `override=False`:
+    each of their micro-batches would gather every block anew.
+    """
+    return index < count - 1 if override is None else override

@@ -1,0 +1,100 @@
+"""Finding the stacks of blocks of a model by its structure.
+
+A block is an element of the outermost `ModuleList`, `ModuleDict` or repeating `Sequential` on its
+path. Lists inside a block (experts, attention branches) belong to the block: what runs there may
+depend on the data, and a unit that some ranks skip would stall the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_TOWER_WORDS = ("vision", "visual", "image", "audio", "speech")
+_PROJECTOR_WORDS = ("multi_modal_projector", "multimodal_projector", "mm_projector")
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """An ordered stack of blocks.
+
+    Attributes:
+        name: the container's path in the model.
+        blocks: (path, module) of every block, in order.
+    """
+
+    name: str
+    blocks: tuple[tuple[str, nn.Module], ...]
+
+
+def find_block_stacks(model: nn.Module) -> list[BlockStack]:
+    """All stacks of `model` in the order of its modules; one that stands twice is listed once."""
+    seen: set[nn.Module] = set()
+    return [stack for stack in _stacks_below("", model, seen) if stack.blocks]
+
+
+def frozen_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost fully frozen vision or audio towers and projectors, by their names."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{tower}.") for tower, _ in found)
+        if not inside and _names_a_tower(name.rpartition(".")[2]) and _is_frozen(module):
+            found.append((name, module))
+    return found
+
+
+def _stacks_below(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[BlockStack]:
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if _is_stack(child):
+            yield from _stacks_of(path, child, seen)
+        else:
+            yield from _stacks_below(path, child, seen)
+
+
+def _stacks_of(name: str, container: nn.Module, seen: set[nn.Module]) -> Iterator[BlockStack]:
+    """The container's own stack, then those of the containers in it."""
+    blocks: list[tuple[str, nn.Module]] = []
+    nested: list[BlockStack] = []
+    for child_name, child in container.named_children():
+        path = f"{name}.{child_name}"
+        if _is_stack(child):
+            nested.extend(_stacks_of(path, child, seen))
+        elif not _has_forward(child):
+            nested.extend(_stacks_below(path, child, seen))
+        elif child not in seen and _has_parameters(child):
+            seen.add(child)
+            blocks.append((path, child))
+    yield BlockStack(name, tuple(blocks))
+    yield from nested
+
+
+def _is_stack(module: nn.Module) -> bool:
+    if isinstance(module, _CONTAINERS) and not _has_forward(module):
+        return True
+    return type(module) is nn.Sequential and _repeats_a_block(module)
+
+
+def _repeats_a_block(sequential: nn.Sequential) -> bool:
+    """Two or more composite children of one class: a stack of layers, not one small function."""
+    composite = [child for child in sequential if any(True for _ in child.children())]
+    return len(composite) > 1 and len({type(child) for child in composite}) == 1
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return _has_parameters(module) and not any(p.requires_grad for p in module.parameters())
+
+
+def _names_a_tower(attribute: str) -> bool:
+    return any(word in attribute for word in _TOWER_WORDS) or attribute in _PROJECTOR_WORDS

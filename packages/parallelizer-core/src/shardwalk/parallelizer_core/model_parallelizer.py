@@ -1,0 +1,165 @@
+"""From a model and a context to a parallelized model: sidecars and the strategy switch."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardwalk.mesh import DDPConfig, FSDP2Config, MegatronFSDPConfig, MeshContext
+from shardwalk.parallelizer_core.ddp import wrap_ddp
+from shardwalk.parallelizer_core.fsdp2.options import apply_arguments, fsdp2_config
+from shardwalk.parallelizer_core.parallel_state import record_mesh_context, unwrap_model
+from shardwalk.parallelizer_core.parallelizer import ModelParallelizer
+from shardwalk.parallelizer_core.plugins import installed_sidecar
+from shardwalk.parallelizer_core.protocols import FinalizesParallelization, Parallelizer
+from shardwalk.parallelizer_core.refusals import (
+    refuse_apply_options,
+    refuse_context,
+    refuse_model,
+    refuse_offload,
+)
+
+_DEFAULT_PARALLELIZER = ModelParallelizer()
+
+_registered: dict[type[nn.Module], Parallelizer] = {}
+
+
+def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
+    """Parallelize `model` as `mesh_context` says; it then trains to the numbers of one process.
+
+    Args:
+        model: any module, on the meta device, the CPU or the mesh's device. Changed in place.
+        mesh_context: what to apply and over which ranks; a bare `MeshContext()` shards nothing.
+
+    Returns:
+        The module to train: `model` itself, or torch's wrapper under DDP.
+
+    Raises:
+        ValueError: a size or an option that does not fit or is not in this version, named with the
+            way out, before any collective runs and on every rank alike.
+        ImportError: expert parallelism without the package that provides it.
+    """
+    refuse_model(model)
+    refuse_context(mesh_context)
+    parallelized = get_model_parallelizer(model).parallelize(model, mesh_context)
+    for module in unwrap_model(parallelized).modules():
+        if isinstance(module, FinalizesParallelization):
+            module.finalize_parallelization(mesh_context)
+    record_mesh_context(parallelized, mesh_context)
+    return parallelized
+
+
+def get_model_parallelizer(model: nn.Module) -> Parallelizer:
+    """The sidecar of `model`: its class's `parallelizer`, a registered one, or the default.
+
+    Registered ones, by `register_parallelizer` or an installed package, are looked up along the
+    class's MRO.
+
+    Raises:
+        TypeError: the sidecar found has no callable `parallelize`.
+    """
+    cls = type(model)
+    sidecar: Parallelizer | None = getattr(cls, "parallelizer", None)
+    if sidecar is None:
+        sidecar = _registered_along_mro(cls)
+    if sidecar is None:
+        return _DEFAULT_PARALLELIZER
+    _check_sidecar(sidecar, cls)
+    return sidecar
+
+
+def register_parallelizer(cls: type[nn.Module], parallelizer: Parallelizer) -> None:
+    """Give a class that one does not own a sidecar, for its subclasses too; the last call wins.
+
+    Raises:
+        TypeError: `cls` is no module class, or `parallelizer` has no callable `parallelize`.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(
+            f"a sidecar is registered for a subclass of torch.nn.Module, not for {cls!r}"
+        )
+    _check_sidecar(parallelizer, cls)
+    _registered[cls] = parallelizer
+
+
+def compile_parallelized_model(model: nn.Module, mesh_context: MeshContext) -> None:
+    """Compile the blocks of a parallelized model in place, where `mesh_context` asks for it.
+
+    Raises:
+        ValueError: it asks for it; this version does not compile.
+    """
+    strategy = mesh_context.strategy_config
+    if isinstance(strategy, FSDP2Config):
+        refuse_apply_options(enable_compile=strategy.enable_compile)
+
+
+def _apply_model_parallelizer(
+    parallelizer: ModelParallelizer, model: nn.Module, mesh_context: MeshContext
+) -> nn.Module:
+    """Apply the strategy of `mesh_context` with the hooks of `parallelizer`."""
+    if mesh_context.device_mesh is None:
+        _reapply_trainability(model, mesh_context)
+        return model
+    if isinstance(mesh_context.strategy_config, DDPConfig):
+        return _parallelize_ddp(model, mesh_context)
+    if isinstance(mesh_context.strategy_config, MegatronFSDPConfig):
+        return _parallelize_megatron_fsdp(model, mesh_context)
+    refuse_offload(fsdp2_config(mesh_context).offload_policy, mesh_context.device_mesh.device_type)
+    if mesh_context.ep_size > 1 or mesh_context.moe_parallel_config is not None:
+        return _parallelize_moe(model, mesh_context, parallelizer)
+    if mesh_context.device_mesh.size() == 1:
+        return _parallelize_unsharded_fsdp2(model, mesh_context, parallelizer)
+    return _parallelize_fsdp2(model, mesh_context, parallelizer)
+
+
+def _parallelize_ddp(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
+    assert isinstance(mesh_context.strategy_config, DDPConfig)
+    _reapply_trainability(model, mesh_context)
+    return wrap_ddp(model, mesh_context, mesh_context.strategy_config)
+
+
+def _parallelize_fsdp2(
+    model: nn.Module, mesh_context: MeshContext, parallelizer: ModelParallelizer
+) -> nn.Module:
+    assert mesh_context.device_mesh is not None
+    return parallelizer._apply(model, mesh_context.device_mesh, **apply_arguments(mesh_context))
+
+
+def _parallelize_unsharded_fsdp2(
+    model: nn.Module, mesh_context: MeshContext, parallelizer: ModelParallelizer
+) -> nn.Module:
+    return parallelizer._apply_unsharded(model, mesh_context)
+
+
+def _parallelize_moe(
+    model: nn.Module, mesh_context: MeshContext, parallelizer: ModelParallelizer
+) -> nn.Module:
+    return parallelizer._apply_moe(model, mesh_context)
+
+
+def _parallelize_megatron_fsdp(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
+    refuse_context(mesh_context)
+    raise AssertionError("refuse_context lets no Megatron-FSDP context pass")
+
+
+def _reapply_trainability(model: nn.Module, mesh_context: MeshContext) -> None:
+    if mesh_context.reapply_trainability is not None:
+        mesh_context.reapply_trainability(model)
+
+
+def _registered_along_mro(cls: type) -> Parallelizer | None:
+    for base in cls.__mro__:
+        if not issubclass(base, nn.Module):
+            continue
+        found = _registered.get(base) or installed_sidecar(base)
+        if found is not None:
+            return found
+    return None
+
+
+def _check_sidecar(sidecar: object, cls: type) -> None:
+    if not callable(getattr(sidecar, "parallelize", None)):
+        raise TypeError(
+            f"the sidecar of {cls.__qualname__} is {sidecar!r}, which has no callable "
+            f"parallelize(model, "
+            f"mesh_context); subclass ModelParallelizer"
+        )

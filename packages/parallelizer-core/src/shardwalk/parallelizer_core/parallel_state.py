@@ -1,0 +1,34 @@
+"""What `parallelize_model` remembers of a model: the context it was given.
+
+The registry holds its models weakly, so a model that goes out of scope takes its entry along, and
+the model itself gains no attribute that a deep copy or a pickle would trip over.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwalk.mesh import MeshContext
+
+_contexts: WeakKeyDictionary[nn.Module, MeshContext] = WeakKeyDictionary()
+
+
+def record_mesh_context(model: nn.Module, mesh_context: MeshContext) -> None:
+    """Remember that `model` was parallelized with `mesh_context`."""
+    _contexts[unwrap_model(model)] = mesh_context
+
+
+def mesh_context_of(model: nn.Module) -> MeshContext | None:
+    """The context `model` was parallelized with, or None for a model that never was."""
+    return _contexts.get(unwrap_model(model))
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The user's module inside a DDP wrapper; any other model is returned as it is."""
+    if isinstance(model, DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    return model

@@ -1,0 +1,217 @@
+"""`ModelParallelizer`: the hooks a sidecar overrides, and the order of the dense path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from shardwalk.mesh import (
+    ActivationCheckpointingScope,
+    FrozenMultimodalSharding,
+    MeshContext,
+    get_fsdp_dp_mesh,
+)
+from shardwalk.parallelizer_core.fsdp2.dtype_units import shard_unit
+from shardwalk.parallelizer_core.fsdp2.embeddings import untied_trainable_tables
+from shardwalk.parallelizer_core.fsdp2.options import apply_arguments
+from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions, walk_dense
+from shardwalk.parallelizer_core.plugins import expert_parallel_provider
+from shardwalk.parallelizer_core.refusals import refuse_apply_options
+
+
+class ModelParallelizer:
+    """The sidecar contract: how one model class is parallelized.
+
+    A model class carries an instance as its class attribute `parallelizer`, or it is registered
+    with `register_parallelizer`. The base class serves any model; a subclass overrides the hooks
+    that its model needs otherwise. It holds no state of a model, so one instance serves all.
+    """
+
+    def parallelize(self, model: nn.Module, mesh_context: MeshContext, /) -> nn.Module:
+        """Apply every parallelism `mesh_context` asks for and return the model to train.
+
+        The model is changed in place; under DDP the returned module is its wrapper.
+        """
+        # The strategy switch calls back into this class, so the class can only look it up when it
+        # is called.
+        from shardwalk.parallelizer_core.model_parallelizer import _apply_model_parallelizer
+
+        return _apply_model_parallelizer(self, model, mesh_context)
+
+    def _apply(
+        self,
+        model: nn.Module,
+        device_mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
+        sequence_parallel: bool = False,
+        activation_checkpointing: bool | str = False,
+        tp_shard_plan: dict[str, ParallelStyle] | str | None = None,
+        dp_replicate_mesh_name: str = "dp_replicate",
+        dp_shard_cp_mesh_name: str = "dp_shard_cp",
+        tp_mesh_name: str = "tp",
+        enable_async_tensor_parallel: bool = False,
+        enable_compile: bool = False,
+        enable_fsdp2_prefetch: bool = True,
+        fsdp2_backward_prefetch_depth: int = 2,
+        fsdp2_forward_prefetch_depth: int = 1,
+        reshard_after_forward: bool | None = None,
+        activation_checkpointing_scope: ActivationCheckpointingScope | None = "all",
+        frozen_multimodal_sharding: FrozenMultimodalSharding = "root",
+        reapply_trainability: Callable[[nn.Module], None] | None = None,
+    ) -> nn.Module:
+        """Apply the dense path: trainability, then units over the data-parallel axes.
+
+        Args:
+            model: changed in place.
+            device_mesh: the root mesh with the axes that the `*_mesh_name` arguments name.
+            mp_policy: None is bf16 compute with fp32 reduction.
+            reshard_after_forward: None frees every block but the last of a stack, and none in a
+                pipeline stage.
+            reapply_trainability: called on the model before it is sharded.
+
+        Raises:
+            ValueError: an option that this version does not carry out, named with its value.
+        """
+        refuse_apply_options(
+            sequence_parallel=sequence_parallel,
+            activation_checkpointing=activation_checkpointing,
+            tp_shard_plan=tp_shard_plan,
+            enable_async_tensor_parallel=enable_async_tensor_parallel,
+            enable_compile=enable_compile,
+            activation_checkpointing_scope=activation_checkpointing_scope,
+            frozen_multimodal_sharding=frozen_multimodal_sharding,
+        )
+        if _axis_size(device_mesh, tp_mesh_name) > 1:
+            self._validate_tp_mesh(model, device_mesh[tp_mesh_name])
+        if reapply_trainability is not None:
+            reapply_trainability(model)
+        if reshard_after_forward is None and _axis_size(device_mesh, "pp") > 1:
+            reshard_after_forward = False
+        self._apply_fsdp_sharding(
+            model,
+            get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name),
+            mp_policy,
+            offload_policy,
+            enable_fsdp2_prefetch=enable_fsdp2_prefetch,
+            fsdp2_backward_prefetch_depth=fsdp2_backward_prefetch_depth,
+            fsdp2_forward_prefetch_depth=fsdp2_forward_prefetch_depth,
+            reshard_after_forward=reshard_after_forward,
+            frozen_multimodal_sharding=frozen_multimodal_sharding,
+        )
+        return model
+
+    def _apply_moe(self, model: nn.Module, mesh_context: MeshContext) -> nn.Module:
+        """Apply the expert-parallel walk of the one installed package that provides it.
+
+        Raises:
+            MissingExpertParallelError: (an ImportError) none is installed; it says what to install.
+        """
+        return expert_parallel_provider()(model, mesh_context, self)
+
+    def _apply_unsharded(self, model: nn.Module, mesh_context: MeshContext) -> nn.Module:
+        """Apply the dense path over a mesh of one data-parallel rank.
+
+        The walk is the same, so that precision, offload and every other option mean what they mean
+        on more.
+        """
+        assert mesh_context.device_mesh is not None
+        return self._apply(model, mesh_context.device_mesh, **apply_arguments(mesh_context))
+
+    def _apply_fsdp_sharding(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy | None,
+        offload_policy: OffloadPolicy | None = None,
+        enable_fsdp2_prefetch: bool = True,
+        fsdp2_backward_prefetch_depth: int = 2,
+        fsdp2_forward_prefetch_depth: int = 1,
+        reshard_after_forward: bool | None = None,
+        frozen_multimodal_sharding: FrozenMultimodalSharding = "root",
+        ignored_multimodal_params: set[nn.Parameter] | None = None,
+    ) -> None:
+        """Turn `module` into FSDP2 units over `mesh`: blocks, embedding tables, root.
+
+        Override it to group parameters otherwise; override `_fully_shard_module` to change what
+        every unit is made with.
+
+        Args:
+            module: the model, or the part a pipeline stage holds.
+            mesh: 1-D (sharded) or 2-D (replicated, sharded).
+            reshard_after_forward: True or False for every unit; None frees all blocks but the last
+                of a stack.
+            ignored_multimodal_params: parameters that stay whole on every rank and out of every
+                unit.
+        """
+        refuse_apply_options(frozen_multimodal_sharding=frozen_multimodal_sharding)
+        options = UnitOptions(
+            mesh=mesh,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=ignored_multimodal_params or set(),
+        )
+        walk_dense(
+            module,
+            options,
+            door=self._fully_shard_module,
+            embedding_pass=self._fully_shard_untied_input_output_embeddings,
+            forward_prefetch_depth=fsdp2_forward_prefetch_depth if enable_fsdp2_prefetch else 0,
+            backward_prefetch_depth=fsdp2_backward_prefetch_depth if enable_fsdp2_prefetch else 0,
+        )
+
+    def _fully_shard_module(self, module: nn.Module, **kwargs: Any) -> nn.Module:
+        """Make one unit of `module`: the single door through which every unit goes.
+
+        Args:
+            module: a block, an embedding, a head, a part of a block or the root; never a list.
+            kwargs: those of torch's `fully_shard`.
+        """
+        return shard_unit(module, self._fully_shard_module, **kwargs)
+
+    def _fully_shard_untied_input_output_embeddings(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy | None,
+        offload_policy: OffloadPolicy | None,
+        input_reshard_after_forward: bool,
+    ) -> None:
+        """Give each trainable, untied embedding table outside the blocks a unit of its own.
+
+        In the root unit the gradients of both tables would be reduced in one buffer; apart, the
+        buffer is bounded by the larger table. Tied tables stay in the root with what they are tied
+        to, frozen ones have no gradient to reduce, and a table that is a unit already keeps its
+        policy. A head stays gathered after its forward, because the backward starts with it.
+        """
+        options = UnitOptions(mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+        for table, is_head in untied_trainable_tables(model):
+            reshard = input_reshard_after_forward and not is_head
+            self._fully_shard_module(table, **options.for_unit(reshard_after_forward=reshard))
+
+    def _use_full_layer_activation_checkpointing(self, model: nn.Module) -> bool:
+        """Whether whole blocks of this model may be recomputed, rather than their parts."""
+        return False
+
+    def _validate_tp_mesh(self, model: nn.Module, tp_mesh: DeviceMesh) -> None:
+        """Refuse a tensor-parallel mesh that the model cannot be split over.
+
+        Raises:
+            ValueError: the mesh has more than one rank; this version has no tensor parallelism.
+        """
+        if tp_mesh.size() > 1:
+            raise ValueError(
+                f"tp_size={tp_mesh.size()}: tensor parallelism is not in this version of "
+                f"shardwalk-parallelizer-core; use tp_size=1 and give those ranks to dp_size"
+            )
+
+
+def _axis_size(mesh: DeviceMesh, name: str) -> int:
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(name)) if name in names else 1

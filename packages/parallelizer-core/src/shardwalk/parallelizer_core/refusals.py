@@ -1,0 +1,153 @@
+"""What this version does not carry out, refused by name before anything is changed.
+
+Each entry goes when the feature it names arrives.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwalk.mesh import (
+    DDPConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    MeshContext,
+    MultimodalVisionConfig,
+)
+
+_LATER = "is not in this version of shardwalk-parallelizer-core"
+
+
+def refuse_apply_options(**options: object) -> None:
+    """Refuse the options of the dense path that are set to what this version does not do.
+
+    Raises:
+        ValueError: names the option, its value and the value to use.
+    """
+    for name, value in options.items():
+        allowed = _ONLY_VALUES[name]
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} {_LATER}; use {name}={allowed[0]!r}")
+
+
+_ONLY_VALUES: dict[str, tuple[object, ...]] = {
+    "sequence_parallel": (False,),
+    "activation_checkpointing": (False,),
+    "tp_shard_plan": (None,),
+    "tp_plan": (None,),
+    "enable_async_tensor_parallel": (False,),
+    "enable_compile": (False,),
+    "activation_checkpointing_scope": ("all", None),
+    "frozen_multimodal_sharding": ("root",),
+    "multimodal.frozen_sharding": ("root",),
+    "patch_is_packed_sequence": (False,),
+    "autocast_dtype": (None,),
+    "multimodal.vision": (MultimodalVisionConfig(),),
+}
+
+
+def refuse_context(mesh_context: MeshContext) -> None:
+    """Refuse what `mesh_context` asks for and this version does not do.
+
+    Raises:
+        ValueError: names the size or option and the way out.
+        TypeError: `mesh_context` is no MeshContext.
+    """
+    if not isinstance(mesh_context, MeshContext):
+        hint = "; pass its .mesh_context" if hasattr(mesh_context, "mesh_context") else ""
+        raise TypeError(
+            f"mesh_context must be a MeshContext, not {type(mesh_context).__name__}{hint}"
+        )
+    if not mesh_context.is_member:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise ValueError(
+            f"rank {rank} is not one of the ranks of this mesh; call parallelize_model only where "
+            f"mesh_context.is_member is True"
+        )
+    for axis in ("tp", "pp", "cp"):
+        size = getattr(mesh_context, f"{axis}_size")
+        if size > 1:
+            raise ValueError(
+                f"{axis}_size={size} {_LATER}; use {axis}_size=1 and give those ranks to dp_size"
+            )
+    refuse_apply_options(activation_checkpointing=mesh_context.activation_checkpointing)
+    _refuse_strategy(mesh_context)
+
+
+def _refuse_strategy(mesh_context: MeshContext) -> None:
+    strategy = mesh_context.strategy_config
+    if isinstance(strategy, MegatronFSDPConfig):
+        raise ValueError(f"strategy='megatron_fsdp' {_LATER}; use 'fsdp2' or 'ddp'")
+    if isinstance(strategy, DDPConfig):
+        refuse_apply_options(
+            autocast_dtype=strategy.autocast_dtype,
+            activation_checkpointing_scope=strategy.activation_checkpointing_scope,
+        )
+    if isinstance(strategy, FSDP2Config):
+        _refuse_fsdp2_options(strategy)
+    if strategy is not None and mesh_context.device_mesh is None:
+        raise ValueError(
+            f"strategy_config={type(strategy).__name__} needs a mesh, on one process too; make the "
+            f"context "
+            f"with MeshContext.build or DistributedSetup.build, or use a bare MeshContext()"
+        )
+
+
+def _refuse_fsdp2_options(strategy: FSDP2Config) -> None:
+    refuse_apply_options(
+        sequence_parallel=strategy.sequence_parallel,
+        tp_plan=strategy.tp_plan,
+        patch_is_packed_sequence=strategy.patch_is_packed_sequence,
+        autocast_dtype=strategy.autocast_dtype,
+        activation_checkpointing_scope=strategy.activation_checkpointing_scope,
+        enable_async_tensor_parallel=strategy.enable_async_tensor_parallel,
+        enable_compile=strategy.enable_compile,
+    )
+    refuse_apply_options(**{"multimodal.frozen_sharding": strategy.multimodal.frozen_sharding})
+    refuse_apply_options(**{"multimodal.vision": strategy.multimodal.vision})
+
+
+def refuse_offload(policy: object, device_type: str) -> None:
+    """Refuse an offload policy that the mesh's device or its process groups cannot serve.
+
+    Raises:
+        ValueError: pinned memory without an accelerator, or no CPU backend in the process group.
+    """
+    if not isinstance(policy, CPUOffloadPolicy):
+        return
+    if device_type == "cpu" and policy.pin_memory and not torch.accelerator.is_available():
+        raise ValueError(
+            "offload_policy=CPUOffloadPolicy(pin_memory=True) needs an accelerator, and this mesh "
+            "is on CPU; "
+            "use offload_policy=None, or CPUOffloadPolicy(pin_memory=False)"
+        )
+    backends = dist.get_backend_config()
+    if device_type != "cpu" and "cpu" not in backends:
+        raise ValueError(
+            f"offload_policy keeps gradients on the CPU, and the process group's backend "
+            f"{backends!r} has no "
+            f"CPU part to reduce their norm with; initialize it with 'cpu:gloo,{device_type}:nccl' "
+            f"(initialize_distributed does)"
+        )
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Refuse a model that was parallelized before, by shardwalk or by hand.
+
+    Raises:
+        ValueError: names the module that is wrapped already.
+        TypeError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule | DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the model'} is parallelized already ({type(module).__name__}); pass "
+                f"the model as it "
+                f"was built, once"
+            )

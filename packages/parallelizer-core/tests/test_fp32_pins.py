@@ -1,0 +1,77 @@
+"""Names that pin parameters to fp32: what they match, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardwalk.parallelizer_core.fsdp2.fp32_pins import is_pinned, pin_fp32_parameters
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.gated = nn.Linear(4, 4)
+        self.A_log = nn.Parameter(torch.zeros(4))
+        self.register_buffer("bias", torch.zeros(2))
+
+    def forward(self, x):
+        return self.gated(x) * self.A_log
+
+
+class Model(nn.Module):
+    def __init__(self, pins, device=None) -> None:
+        super().__init__()
+        with torch.device(device or "cpu"):
+            self.layers = nn.ModuleList([Block(), Block()])
+        self._keep_in_fp32_modules_strict = pins
+
+
+def pinned(model: nn.Module) -> list[str]:
+    return list(pin_fp32_parameters(model))
+
+
+def test_a_pin_matches_whole_path_segments():
+    assert pinned(Model(["gate"])) == [
+        f"layers.{i}.gate.{kind}" for i in (0, 1) for kind in ("weight", "bias")
+    ]
+    assert pinned(Model({"layers.1.gate.weight"})) == ["layers.1.gate.weight"]
+    assert pinned(Model("A_log")) == ["layers.0.A_log", "layers.1.A_log"]
+
+
+def test_pins_of_an_inner_module_are_relative_to_it():
+    outer = nn.Module()
+    outer.inner = Model(["0.gate"])
+    assert pinned(outer) == [
+        "inner.layers.0.gate.weight",
+        "inner.layers.0.gate.bias",
+    ]
+
+
+def test_a_pin_may_name_a_buffer():
+    assert pinned(Model(["bias"]))  # every module's bias, buffers among them
+
+
+@pytest.mark.parametrize("pin", ["gat", "router", "layers.5"])
+def test_a_pin_that_matches_nothing_is_an_error(pin):
+    with pytest.raises(ValueError, match=f"pins '{pin}', which names no module"):
+        pin_fp32_parameters(Model([pin]))
+
+
+def test_narrow_weights_are_refused_where_they_are_real_and_widened_on_meta():
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.gate\.weight is pinned to float32 .* torch\.bfloat16"
+    ):
+        pin_fp32_parameters(Model(["gate"]).to(torch.bfloat16))
+    model = Model(["gate"], device="meta").to(torch.bfloat16)
+    pin_fp32_parameters(model)
+    assert model.layers[0].gate.weight.dtype == torch.float32
+    assert model.layers[0].gated.weight.dtype == torch.bfloat16
+
+
+def test_marks_are_per_parameter():
+    model = Model(["gate"])
+    pin_fp32_parameters(model)
+    assert is_pinned(model.layers[0].gate.weight)
+    assert not is_pinned(model.layers[0].gated.weight)
+    assert not is_pinned(Model(["gate"]).layers[0].gate.weight)

@@ -1,0 +1,180 @@
+"""What is not in this version, or asked for wrongly: refused before anything happens."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from walk_toys import Decoder, context
+
+from shardwalk.mesh import (
+    DDPConfig,
+    DistributedSetup,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    MeshContext,
+    MoEParallelizerConfig,
+    ParallelismSizes,
+)
+from shardwalk.parallelizer_core import (
+    ModelParallelizer,
+    compile_parallelized_model,
+    parallelize_model,
+)
+from shardwalk.parallelizer_core.testing import run_on_ranks
+from shardwalk.parallelizer_core.testing.collectives import CountCollectives
+
+
+def refuses(match, mesh_context):
+    model = Decoder()
+    before = dict(model.named_parameters())
+    with CountCollectives() as counted, pytest.raises((ValueError, ImportError), match=match):
+        parallelize_model(model, mesh_context)
+    assert not counted.calls
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def refused_options():
+    for option, value, named in [
+        ("sequence_parallel", True, "sequence_parallel=True"),
+        ("tp_plan", "some_plan", "tp_plan='some_plan'"),
+        ("patch_is_packed_sequence", True, "patch_is_packed_sequence=True"),
+        ("autocast_dtype", torch.bfloat16, "autocast_dtype"),
+        ("activation_checkpointing_scope", "vision", "activation_checkpointing_scope='vision'"),
+        ("enable_compile", True, "enable_compile=True"),
+        ("multimodal", {"frozen_sharding": "per_layer"}, "frozen_sharding='per_layer'"),
+        ("multimodal", {"frozen_sharding": "replicate"}, "frozen_sharding='replicate'"),
+        ("activation_checkpointing", "full", "activation_checkpointing='full'"),
+        ("activation_checkpointing", "selective", "activation_checkpointing='selective'"),
+        ("offload_policy", CPUOffloadPolicy(), "pin_memory=True.*accelerator"),
+    ]:
+        refuses(named, context(**{option: value}))
+    refuses(
+        "autocast_dtype",
+        MeshContext.from_meshes(
+            context().device_mesh, strategy_config=DDPConfig(autocast_dtype=torch.bfloat16)
+        ),
+    )
+    refuses(
+        "strategy='megatron_fsdp'",
+        MeshContext.from_meshes(context().device_mesh, strategy_config=MegatronFSDPConfig()),
+    )
+    refuses(
+        "install shardwalk-moe-ep",
+        MeshContext.from_meshes(
+            context().device_mesh,
+            strategy_config=FSDP2Config(),
+            moe_parallel_config=MoEParallelizerConfig(),
+        ),
+    )
+
+
+def test_options_of_later_versions_are_refused_and_nothing_is_touched():
+    run_on_ranks(2, refused_options)
+
+
+def refused_sizes(axis):
+    sizes = ParallelismSizes(**{f"{axis}_size": 2})
+    refuses(
+        "install shardwalk-moe-ep" if axis == "ep" else f"{axis}_size=2",
+        DistributedSetup.build("fsdp2", sizes).mesh_context,
+    )
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
+def test_axes_of_later_versions_are_refused(axis):
+    run_on_ranks(2, refused_sizes, axis)
+
+
+def outsider():
+    setup = DistributedSetup.build("fsdp2", ranks=[0])
+    if setup.mesh_context.is_member:
+        return parallelize_model(Decoder(), setup.mesh_context) is not None
+    refuses("rank 1 is not one of the ranks of this mesh", setup.mesh_context)
+    return None
+
+
+def test_a_rank_outside_the_mesh_is_refused():
+    assert run_on_ranks(2, outsider) == [True, None]
+
+
+def twice():
+    model = parallelize_model(Decoder(), context())
+    with pytest.raises(ValueError, match="the model is parallelized already"):
+        parallelize_model(model, context())
+
+
+def test_a_parallelized_model_is_refused():
+    run_on_ranks(2, twice)
+
+
+def test_arguments_of_the_wrong_kind_name_what_was_given():
+    setup = object.__new__(DistributedSetup)
+    object.__setattr__(setup, "mesh_context", MeshContext())
+    with pytest.raises(TypeError, match=r"not DistributedSetup; pass its \.mesh_context"):
+        parallelize_model(Decoder(), setup)
+    with pytest.raises(TypeError, match="not dict"):
+        parallelize_model({}, MeshContext())
+
+
+def test_a_strategy_without_a_mesh_is_refused_and_a_bare_context_shards_nothing():
+    with pytest.raises(ValueError, match="strategy_config=FSDP2Config needs a mesh"):
+        parallelize_model(Decoder(), MeshContext(strategy_config=FSDP2Config()))
+    model, seen = Decoder(), []
+    assert parallelize_model(model, MeshContext(reapply_trainability=seen.append)) is model
+    assert seen == [model]
+
+
+def test_compile_is_refused_where_it_is_asked_for():
+    compile_parallelized_model(Decoder(), MeshContext())
+    with pytest.raises(ValueError, match="enable_compile=True"):
+        compile_parallelized_model(
+            Decoder(), MeshContext(strategy_config=FSDP2Config(enable_compile=True))
+        )
+
+
+def hooks_refuse():
+    sidecar, mesh = ModelParallelizer(), context().device_mesh
+    with pytest.raises(ValueError, match="activation_checkpointing=True"):
+        sidecar._apply(Decoder(), mesh, activation_checkpointing=True)
+    with pytest.raises(ValueError, match="enable_async_tensor_parallel=True"):
+        sidecar._apply(Decoder(), mesh, enable_async_tensor_parallel=True)
+    with pytest.raises(ValueError, match="frozen_multimodal_sharding='replicate'"):
+        sidecar._apply(Decoder(), mesh, frozen_multimodal_sharding="replicate")
+    with pytest.raises(ValueError, match="tp_size=2"):
+        sidecar._validate_tp_mesh(Decoder(), mesh["dp_shard"])
+
+
+def test_the_hooks_refuse_as_well_when_a_sidecar_calls_them():
+    run_on_ranks(2, hooks_refuse)
+
+
+def trainability():
+    frozen = lambda model: model.embed.requires_grad_(False)  # noqa: E731
+    mesh_context = context()
+    mesh_context.reapply_trainability = frozen
+    model = parallelize_model(Decoder(), mesh_context)
+    return [name for name, p in model.named_parameters() if not p.requires_grad]
+
+
+def test_trainability_is_reapplied_before_units_are_made():
+    assert run_on_ranks(2, trainability) == [["embed.weight"]] * 2
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def scalar_only():
+    rank = torch.distributed.get_rank()
+    model = parallelize_model(Scalar(), context())
+    model(torch.tensor(float(rank + 1))).backward()
+    return model.scale.grad.item()
+
+
+def test_a_model_of_one_scalar_trains_with_the_mean_gradient():
+    assert run_on_ranks(2, scalar_only) == [1.5, 1.5]

@@ -1,0 +1,105 @@
+"""What the root does around a forward: resharding without gradients, recovery, dtype errors."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from walk_toys import BF16, Decoder, ids, sharded
+
+from shardwalk.parallelizer_core.testing import RankError, run_on_ranks
+
+
+def plain_parameters(model):
+    return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+
+
+def eval_then_change_weights(reshard):
+    model = sharded(tied=True, options={"reshard_after_forward": reshard})
+    with torch.no_grad():
+        before = model(ids())
+        left = plain_parameters(model)
+        halves = [p.to_local().numel() * 2 - p.numel() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        after = model(ids())
+    return left, halves, before, after
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_forward_without_gradients_leaves_every_unit_sharded(reshard):
+    """B70: also what the next forward computes must come from the weights as they are then."""
+    torch.manual_seed(7)
+    reference = Decoder(tied=True)
+    with torch.no_grad():
+        expected = [reference(ids())]
+        for parameter in reference.parameters():
+            parameter.mul_(0.5)
+        expected.append(reference(ids()))
+    for left, halves, *outputs in run_on_ranks(2, eval_then_change_weights, reshard):
+        assert left == []
+        assert all(abs(rest) <= 6 for rest in halves)  # uneven rows: one row more on rank 0
+        torch.testing.assert_close(outputs, expected)
+
+
+def fail_then_train():
+    model = sharded()
+    good = ids()
+    bad = torch.full_like(good, 99)  # out of range, after the embedding was gathered
+    errors = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            try:
+                model(bad)
+            except IndexError as error:
+                errors.append(type(error).__name__)
+        errors.append(plain_parameters(model))
+    fresh = sharded()
+    for subject in (model, fresh):
+        subject(good).square().mean().backward()
+    same = [
+        torch.equal(a.grad.to_local(), b.grad.to_local())
+        for a, b in zip(model.parameters(), fresh.parameters(), strict=True)
+    ]
+    return errors, all(same)
+
+
+def test_a_failed_forward_leaves_a_model_that_trains_on():
+    assert run_on_ranks(2, fail_then_train) == [(["IndexError", [], "IndexError", []], True)] * 2
+
+
+def two_forwards(without_gradients):
+    model = sharded()
+    first = model(ids())
+    with torch.set_grad_enabled(not without_gradients):
+        second = model(ids(3))
+    (first.square().mean() + second.square().mean()).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("without_gradients", [False, True])
+def test_two_forwards_before_one_backward(without_gradients):
+    """B65: a preference loss, with or without gradients through its second forward."""
+    torch.manual_seed(7)
+    reference = Decoder()
+    loss = reference(ids()).square().mean()
+    if not without_gradients:
+        loss = loss + reference(ids(3)).square().mean()
+    loss.backward()
+    for grads in run_on_ranks(2, two_forwards, without_gradients):
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+class Dense(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+
+def float_inputs_into_bf16(cast):
+    model = sharded(Dense, options={"mp_policy": {**BF16, "cast_forward_inputs": cast}})
+    return model(torch.ones(2, 4)).dtype
+
+
+def test_a_dtype_error_of_the_model_names_the_option_that_casts_inputs():
+    with pytest.raises(RankError, match=r"float32 inputs .* set\s+cast_forward_inputs=True"):
+        run_on_ranks(2, float_inputs_into_bf16, False)
+    assert run_on_ranks(2, float_inputs_into_bf16, True) == [torch.bfloat16] * 2

@@ -1,0 +1,378 @@
+"""Which units the walk makes, and with which options."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from walk_toys import BF16, Block, Decoder, context, full_gradients, ids, sharded, unit_names
+
+from shardwalk.parallelizer_core import ModelParallelizer, describe_units, parallelize_model
+from shardwalk.parallelizer_core.fsdp2.walk import reshards_after_forward
+from shardwalk.parallelizer_core.testing import run_on_ranks
+from shardwalk.parallelizer_core.testing.collectives import CountCollectives
+
+
+def names_of(make=Decoder, **kwargs):
+    return unit_names(sharded(make, **kwargs))
+
+
+def test_untied_tables_are_units_and_tied_ones_stay_in_the_root():
+    blocks = ["layers.0", "layers.1", "layers.2"]
+    assert run_on_ranks(2, names_of)[0] == ["", "embed", *blocks, "head"]
+    assert run_on_ranks(2, names_of, tied=True)[0] == ["", *blocks]
+
+
+class Frozen(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+
+
+def test_a_frozen_table_stays_in_the_root():
+    assert "embed" not in run_on_ranks(2, names_of, Frozen)[0]
+
+
+class SharedBlocks(Decoder):
+    """The weights of two blocks are tied, one block stands twice."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=4)
+        self.layers[1].up.weight = self.layers[0].up.weight
+        self.layers.append(self.layers[2])
+
+
+def test_tied_blocks_stay_in_the_root_and_a_repeated_block_is_one_unit():
+    assert run_on_ranks(2, names_of, SharedBlocks)[0] == [
+        "",
+        "embed",
+        "layers.2",
+        "layers.3",
+        "head",
+    ]
+
+
+def gradients(make, **kwargs):
+    model = sharded(make, **kwargs)
+    model(ids()).square().mean().backward()
+    return full_gradients(model)
+
+
+@pytest.mark.parametrize("make", [SharedBlocks, Decoder, Frozen])
+def test_gradients_of_the_odd_shapes_are_those_of_one_process(make):
+    torch.manual_seed(7)
+    reference = make()
+    reference(ids()).square().mean().backward()
+    for rank in run_on_ranks(2, gradients, make):
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is None:
+                assert rank[name] is None
+            else:
+                torch.testing.assert_close(rank[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [(None, [True, True, False]), (True, [True] * 3), (False, [False] * 3)],
+)
+def test_the_reshard_rule(override, expected):
+    assert [reshards_after_forward(index, 3, override) for index in range(3)] == expected
+
+
+def stays_gathered(**options):
+    """The units whose weights are plain tensors between forward and backward."""
+    model = sharded(options=options)
+    model(ids()).sum()
+    units = {"embed": model.embed, **{f"layers.{i}": b.up for i, b in enumerate(model.layers)}}
+    units["head"] = model.head
+    return [name for name, module in units.items() if not isinstance(module.weight, DTensor)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["layers.2", "head"]),
+        ({"reshard_after_forward": True}, ["head"]),
+        ({"reshard_after_forward": False}, ["embed", "layers.0", "layers.1", "layers.2", "head"]),
+    ],
+)
+def test_what_stays_gathered_until_the_backward(options, expected):
+    assert run_on_ranks(2, stays_gathered, **options) == [expected] * 2
+
+
+class Staged(nn.Module):
+    """Layers kept in a ModuleDict, as a pipeline stage keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): Block() for index in (2, 3, 4, 5)})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def gathers_of_four_micro_batches(reshard):
+    model = sharded(Staged, options={"reshard_after_forward": reshard})
+    with CountCollectives() as counted:
+        for _ in range(4):
+            model(torch.ones(2, 6, requires_grad=True))
+    return counted.calls["_allgather_base_"]
+
+
+def test_layers_that_stay_gathered_are_gathered_once_for_all_micro_batches():
+    assert run_on_ranks(2, gathers_of_four_micro_batches, False)[0] == 4
+    assert run_on_ranks(2, gathers_of_four_micro_batches, None)[0] == 4 + 3 * 3
+    assert run_on_ranks(2, gathers_of_four_micro_batches, True)[0] == 4 * 4
+
+
+class PipelineRule(ModelParallelizer):
+    """Records what the dense path hands to the sharding hook."""
+
+    def __init__(self) -> None:
+        self.reshard: list[bool | None] = []
+
+    def _apply_fsdp_sharding(self, module, mesh, mp_policy, *args, **kwargs):
+        self.reshard.append(kwargs["reshard_after_forward"])
+
+
+def reshard_of_a_pipeline_stage(override):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from shardwalk.parallelizer_core.testing import cached
+
+    mesh = cached("pp", lambda: init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp_shard")))
+    sidecar = PipelineRule()
+    sidecar._apply(Decoder(), mesh, reshard_after_forward=override)
+    return sidecar.reshard[0]
+
+
+def test_the_rule_of_pipeline_stages_reads_the_device_mesh():
+    """P10: the data-parallel mesh has no pp axis, so a rule that looks there never applies."""
+    assert run_on_ranks(2, reshard_of_a_pipeline_stage, None)[0] is False
+    assert run_on_ranks(2, reshard_of_a_pipeline_stage, True)[0] is True
+
+
+def prefetch_lists(**options):
+    model = sharded(options=options, blocks=4)
+    states = {layer._get_fsdp_state(): index for index, layer in enumerate(model.layers)}
+    return [
+        (
+            [states[s] for s in layer._get_fsdp_state()._states_to_forward_prefetch],
+            [states[s] for s in layer._get_fsdp_state()._states_to_backward_prefetch],
+        )
+        for layer in model.layers
+    ]
+
+
+def test_prefetch_chains_have_the_two_depths():
+    options = {"fsdp2_forward_prefetch_depth": 1, "fsdp2_backward_prefetch_depth": 2}
+    assert run_on_ranks(2, prefetch_lists, **options)[0] == [([], [])] * 4
+    assert run_on_ranks(2, prefetch_lists, enable_fsdp2_prefetch=True, **options)[0] == [
+        ([1], []),
+        ([2], [0]),
+        ([3], [1, 0]),
+        ([], [2, 1]),
+    ]
+
+
+class Mixed(Block):
+    """An fp32 norm and scalar among bf16 weights: storage dtypes as declared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+        self.norm.float()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        hidden = self.norm(x.to(self.norm.weight.dtype)).to(self.up.weight.dtype)
+        return x + self.down(torch.relu(self.up(hidden))) * self.scale.to(x.dtype)
+
+
+class MixedModel(Decoder):
+    def __init__(self) -> None:
+        super().__init__(block=Mixed, blocks=2)
+        self.embed.to(torch.bfloat16)
+        self.head.to(torch.bfloat16)
+        self.norm.to(torch.bfloat16)
+
+
+def dtypes_and_gradients(policy):
+    model = sharded(MixedModel, options={"mp_policy": policy})
+    units = {unit.name: unit.dtypes for unit in describe_units(model)}
+    stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    model(ids()).float().square().mean().backward()
+    return units, stored, full_gradients(model)
+
+
+@pytest.mark.parametrize("policy", [{"param_dtype": None}, BF16])
+def test_a_block_of_mixed_storage_keeps_its_dtypes_and_trains(policy):
+    """B63: fp32 norm, bf16 linear and an fp32 scalar in one block: one more gather for the norm."""
+    torch.manual_seed(7)
+    reference = MixedModel()
+    reference(ids()).float().square().mean().backward()
+    for units, stored, grads in run_on_ranks(2, dtypes_and_gradients, policy):
+        assert units["layers.0"] == (
+            "bfloat16",
+            "float32",
+        )  # the scalar is replicated beside the unit
+        assert units["layers.0.norm"] == ("float32",)
+        for name, parameter in reference.named_parameters():
+            assert stored[name] == parameter.dtype
+            assert grads[name].dtype == parameter.dtype
+            torch.testing.assert_close(
+                grads[name].float(), parameter.grad.float(), rtol=0.1, atol=2e-3
+            )
+
+
+class Gated(Block):
+    """A router in fp32 that computes in it, and a bare fp32 parameter beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 6)
+        self.A_log = nn.Parameter(torch.linspace(-1.0, 1.0, 6))
+        self.bias = nn.Parameter(torch.zeros(6))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x):
+        self.seen = {
+            "gate": self.gate.weight.dtype,
+            "A_log": self.A_log.dtype,
+            "up": self.up.weight.dtype,
+        }
+        scores = self.gate(x.float()).sigmoid() * self.A_log.exp()
+        return super().forward(x + self.bias) * scores.to(x.dtype)
+
+
+class GatedModel(Decoder):
+    _keep_in_fp32_modules_strict = ("gate", "A_log")
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__(block=Gated, blocks=2)
+        if frozen:
+            for layer in self.layers:
+                layer.gate.requires_grad_(False)
+                layer.A_log.requires_grad_(False)
+
+
+class Seen(GatedModel):
+    """The dtypes the first block's parameters have inside its forward."""
+
+
+def islands(frozen):
+    model = sharded(GatedModel, options={"mp_policy": BF16}, frozen=frozen)
+    stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    inside = {}
+    gate = model.layers[0].gate
+    gate.register_forward_pre_hook(lambda module, args: inside.update(gate=module.weight.dtype))
+    model(ids()).float().square().mean().backward()
+    inside |= {"A_log": model.layers[0].seen["A_log"], "up": model.layers[0].seen["up"]}
+    values = model.layers[0].gate.weight.full_tensor()
+    return unit_names(model), stored, inside, values, full_gradients(model)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_pinned_parameters_are_stored_computed_and_reduced_in_fp32(frozen):
+    """B09: also when they are frozen, where torch would compute them in bf16 without a word."""
+    torch.manual_seed(7)
+    reference = GatedModel(frozen=frozen)
+    (first, *others) = run_on_ranks(2, islands, frozen)
+    names, stored, inside, values, grads = first
+    assert "layers.0.gate" in names
+    assert inside == {"gate": torch.float32, "A_log": torch.float32, "up": torch.bfloat16}
+    assert set(stored.values()) == {torch.float32}
+    assert torch.equal(values, reference.layers[0].gate.weight)
+    for name in ("layers.0.gate.weight", "layers.1.A_log"):
+        if frozen:
+            assert grads[name] is None
+        else:
+            assert grads[name].dtype == torch.float32
+            assert all(torch.equal(other[4][name], grads[name]) for other in others)
+
+
+class DifferentData(GatedModel):
+    pass
+
+
+def bare_gradient_on_different_data(micro_batches):
+    import torch.distributed as dist
+
+    model = sharded(GatedModel)
+    model.set_requires_gradient_sync(micro_batches == 1)
+    for index in range(micro_batches):
+        if index == micro_batches - 1:
+            model.set_requires_gradient_sync(True)
+        rows = (
+            ids(8, 5)[dist.get_rank() * 4 + index * 2 :][:2]
+            if micro_batches > 1
+            else ids(8, 5)[dist.get_rank() * 4 :][:4]
+        )
+        (model(rows).square().sum() / 8).backward()
+    return model.layers[1].A_log.grad
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_gradient_of_a_bare_pinned_parameter_is_the_mean_over_ranks(micro_batches):
+    torch.manual_seed(7)
+    reference = GatedModel()
+    (reference(ids(8, 5)).square().sum() / 16).backward()
+    for grad in run_on_ranks(2, bare_gradient_on_different_data, micro_batches):
+        torch.testing.assert_close(grad, reference.layers[1].A_log.grad, rtol=1e-5, atol=1e-7)
+
+
+class Door(ModelParallelizer):
+    """Counts the units by the class of their module, and refuses lists."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def _fully_shard_module(self, module, **kwargs):
+        assert isinstance(module, nn.Module)
+        self.made.append(type(module).__name__)
+        return super()._fully_shard_module(module, **kwargs)
+
+
+class WithDoor(GatedModel):
+    parallelizer = Door()
+
+
+def units_through_the_door():
+    WithDoor.parallelizer.made.clear()
+    torch.manual_seed(7)
+    model = parallelize_model(WithDoor(), context(mp_policy=BF16))
+    return WithDoor.parallelizer.made, unit_names(model)
+
+
+def test_every_unit_goes_through_the_sidecars_door_blocks_once_before_they_are_split():
+    made, names = run_on_ranks(2, units_through_the_door)[0]
+    block = ["Gated", "Linear", "Gated"]  # the block, its router, then its rest
+    assert made == [*block, *block, "Embedding", "Linear", "WithDoor"]
+    assert len(names) == 2 * 2 + 2 + 1
+
+
+class Towered(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision_tower = nn.Module()
+        self.vision_tower.layers = nn.ModuleList([Block(), Block()])
+        self.vision_tower.requires_grad_(False)
+
+
+def test_a_frozen_tower_stays_in_the_root():
+    names = run_on_ranks(2, names_of, Towered)[0]
+    assert not [name for name in names if name.startswith("vision")]
+
+
+def output_dtypes(output_dtype):
+    policy = {**BF16, "output_dtype": output_dtype}
+    model = sharded(options={"mp_policy": policy})
+    inner = []
+    model.norm.register_forward_hook(lambda module, args, output: inner.append(output.dtype))
+    return inner, model(ids()).dtype, inner
+
+
+def test_the_output_dtype_is_the_roots_alone():
+    inner, outer, _ = run_on_ranks(2, output_dtypes, "float32")[0]
+    assert (inner, outer) == ([torch.bfloat16], torch.float32)
