@@ -24,7 +24,7 @@ DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "constraints" / "torch-cpu.txt"
 PROJECT = nox.project.load_toml("pyproject.toml")
 
-nox.needs_version = ">=2024.4.15"
+nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "typecheck", "build", "tests", "isolated", "matrix"]
@@ -234,6 +234,12 @@ def demo(session: nox.Session) -> None:
     """Fine-tune a real pretrained model on gloo ranks and compare with one process."""
     install(session, *group("demo"), *editable(PACKAGES.values()), bare=group("demo-weights"))
     session.run("python", "examples/finetune.py", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none")
+def smoke(session: nox.Session) -> None:
+    """Run the demo on a tiny model, in the demo's own venv."""
+    session.notify("demo", ["--smoke"])
 
 
 @nox.session(default=False, requires=["base"])
