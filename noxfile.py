@@ -236,7 +236,7 @@ def demo(session: nox.Session) -> None:
     session.run("python", "examples/finetune.py", *session.posargs)
 
 
-@nox.session(default=False, venv_backend="none")
+@nox.session(default=False, venv_backend="none", requires=["base"])
 def smoke(session: nox.Session) -> None:
     """Run the demo on a tiny model, in the demo's own venv."""
     session.notify("demo", ["--smoke"])
