@@ -123,9 +123,15 @@ class RankPool:
 
         Raises:
             TypeError: a lambda, a closure or something that cannot be pickled.
+            RuntimeError: called in a rank.
             RankError: a rank raised or died; at once, with its traceback.
             RankTimeoutError: the deadline passed; with the stacks of all ranks.
         """
+        if in_rank():
+            raise RuntimeError(
+                "a rank cannot run functions on ranks; in a script, do so under "
+                '`if __name__ == "__main__":` only, since ranks import the script'
+            )
         data = dumps_call(function, args, kwargs)
         with self._lock:
             try:
@@ -301,11 +307,6 @@ def preload(*modules: str) -> None:
 
 
 def _check(world_size: int, backend: str) -> None:
-    if in_rank():
-        raise RuntimeError(
-            "a rank cannot start a pool; in a script, start pools under "
-            '`if __name__ == "__main__":` only, since ranks import the script'
-        )
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size={world_size!r} is not allowed; use an integer of 1 or more")
     if backend not in ("gloo", "nccl"):
