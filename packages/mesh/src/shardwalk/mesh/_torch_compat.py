@@ -114,15 +114,16 @@ def flattened_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
 def add_flattened_mesh(
     root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.ProcessGroup
 ) -> DeviceMesh:
-    """Register and return a 1-D view of several axes of ``root`` that uses an existing group.
+    """Register and return a 1-D view of axes of ``root`` (or of none) that uses a given group.
 
     ``root[axes]._flatten(name)`` (torch 2.13) would make a second group for the same ranks.
     """
-    from torch.distributed._mesh_layout import _MeshLayout
+    from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
 
+    layout = root[axes]._layout.collapse() if axes else _FlatLayout(1, 0)
     mesh = DeviceMesh(
         root.device_type,
-        _layout=_MeshLayout([root[axes]._layout.collapse()]),
+        _layout=_MeshLayout([layout]),
         _rank_map=root._rank_map,
         mesh_dim_names=(name,),
         _root_mesh=root,

@@ -1,6 +1,5 @@
 """The runtime context of a parallelized model: meshes and policies."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,17 +14,17 @@ from shardwalk.mesh.checkpointing_modes import (
     merge_activation_checkpointing,
     normalize_activation_checkpointing,
 )
-from shardwalk.mesh.config import DistributedStrategyConfig, FSDP2Config, MoEParallelizerConfig
+from shardwalk.mesh.config import DistributedStrategyConfig, MoEParallelizerConfig
 from shardwalk.mesh.device_meshes import (
     axis_size,
     build_device_mesh,
     build_moe_mesh,
     check_cp_degrees,
 )
-from shardwalk.mesh.launch import initialize_one_process
+from shardwalk.mesh.launch import environment_integer, initialize_one_process
 from shardwalk.mesh.process_groups import group_of, minutes
 from shardwalk.mesh.sizes import ParallelismSizes
-from shardwalk.mesh.strategies import check_strategy, check_strategy_sizes
+from shardwalk.mesh.strategies import check_offload, check_strategy, check_strategy_sizes
 from shardwalk.mesh.validation import check_integer, check_positive_number, nearest
 
 __all__ = ["MeshContext"]
@@ -36,7 +35,7 @@ class MeshContext:
     """What ``parallelize_model`` works with: the meshes of a model and the policies for it.
 
     Sizes are read from the meshes; without one they are 1 (None for ``dp_size`` and
-    ``dp_replicate_size``). A mesh without a ``strategy_config`` gets ``FSDP2Config()``.
+    ``dp_replicate_size``). ``strategy_config`` None with a mesh means ``FSDP2Config()``.
     ``activation_checkpointing`` becomes False, "full" or "selective", whether it was asked for here
     or in the strategy. ``process_group`` is the group of all ranks of a mesh that leaves some out,
     else None.
@@ -57,10 +56,11 @@ class MeshContext:
     cp_ulysses_degree: int | None = None
 
     def __post_init__(self) -> None:
-        if self.device_mesh is not None and self.strategy_config is None:
-            self.strategy_config = FSDP2Config()
-        check_strategy_sizes(self.strategy_config, self._sizes())
+        check_strategy_sizes(self.strategy_config, self.sizes_by_name())
         check_cp_degrees(self.cp_size, self.cp_ring_degree, self.cp_ulysses_degree)
+        if self.device_mesh is not None and dist.is_initialized():
+            device_type = self.device_mesh.device_type
+            check_offload(self.strategy_config, device_type, dist.get_backend_config())
         self.activation_checkpointing = merge_activation_checkpointing(
             mesh_context=self.activation_checkpointing,
             strategy_config=getattr(self.strategy_config, "activation_checkpointing", False),
@@ -237,6 +237,11 @@ class MeshContext:
         pp = str(Axis.PP) if self.pp_enabled else None
         return {"pp_axis_name": pp, **self.parallelize_axis_kwargs()}
 
+    def sizes_by_name(self) -> dict[str, int | None]:
+        """Return the degrees of parallelism under their names in ``ParallelismSizes``."""
+        names = ("dp_size", "dp_replicate_size", "tp_size", "pp_size", "cp_size", "ep_size")
+        return {name: getattr(self, name) for name in names}
+
     def _dp_axis_names(self) -> tuple[str, ...]:
         """Names of the axes that FSDP shards over: with the replicate axis when it is in use."""
         shard = (str(Axis.DP_SHARD_CP),)
@@ -246,10 +251,6 @@ class MeshContext:
         names = () if self.device_mesh is None else self.device_mesh.mesh_dim_names or ()
         data = (Axis.DP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.DP_SHARD_CP)
         return tuple(axis for axis in names if axis in data)
-
-    def _sizes(self) -> dict[str, int | None]:
-        names = ("tp_size", "pp_size", "cp_size", "ep_size", "dp_replicate_size")
-        return {name: getattr(self, name) for name in names}
 
 
 def _check_mesh(option: str, value: object) -> object:
@@ -314,7 +315,7 @@ def _job_size(world_size: int | None) -> int:
     """Return the number of processes: of the default group, else of the environment, else given."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", world_size or 1))
+    return environment_integer("WORLD_SIZE", world_size or 1)
 
 
 def _members(world_size: int | None, ranks: Sequence[int] | None) -> list[int]:

@@ -23,15 +23,13 @@ __all__ = [
     "get_submesh",
 ]
 
-# Which axes a flattened one is made of; the first alternative that the mesh has.
-_FLATTENED: dict[str, tuple[tuple[str, ...], ...]] = {
-    Axis.DP: ((Axis.DP_REPLICATE, Axis.DP_SHARD),),
-    Axis.DP_SHARD_CP: ((Axis.DP_SHARD, Axis.CP), (Axis.DP, Axis.CP)),
-    Axis.DP_CP: (
-        (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP),
-        (Axis.DP_REPLICATE, Axis.DP_SHARD_CP),
-        (Axis.DP, Axis.CP),
-    ),
+# Which axes a flattened one takes in, as far as the mesh has them.
+_FLATTENED: dict[str, frozenset[Axis]] = {
+    Axis.DP: frozenset({Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.DP_SHARD_CP}),
+    Axis.DP_SHARD_CP: frozenset({Axis.DP, Axis.DP_SHARD, Axis.CP}),
+    Axis.DP_CP: frozenset({
+        *(Axis.DP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.DP_SHARD_CP, Axis.CP)
+    }),
 }
 
 
@@ -52,8 +50,8 @@ def build_device_mesh(
     }
     mesh = _build(axes, ranks, timeout)
     if mesh.get_coordinate() is not None:
-        for name, (flattened, *_) in _FLATTENED.items():
-            _flatten(mesh, flattened, name, timeout)
+        for name in _FLATTENED:
+            _flatten(mesh, name, timeout)
     return mesh
 
 
@@ -95,7 +93,8 @@ def get_flat_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the 1-D mesh of an axis or of a flattened one: dp, dp_shard_cp or dp_cp.
 
     A flattened axis that the mesh does not know yet is put together from the axes that are there
-    and remembered; all its ranks must ask for it then. Raises ValueError when there are none.
+    (one rank where there are none) and remembered; all its ranks must ask for it then. Raises
+    ValueError for another axis that the mesh has not.
     """
     name = str(name)
     root = _torch_compat.root_mesh(device_mesh)
@@ -105,12 +104,10 @@ def get_flat_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh:
     known = _torch_compat.flattened_meshes(root)
     if name in known:
         return known[name]
-    own = root.mesh_dim_names or ()
-    for alternative in _FLATTENED.get(name, ()):
-        axes = tuple(axis for axis in alternative if axis in own)
-        if axes and set(axes) != {Axis.CP}:
-            return _flatten(root, axes, name, None)
-    raise ValueError(f"the mesh has no axis {name!r}: its axes are {', '.join((*own, *known))}")
+    if name in _FLATTENED and root.mesh_dim_names:
+        return _flatten(root, name, None)
+    axes = ", ".join((*(root.mesh_dim_names or ()), *known))
+    raise ValueError(f"the mesh has no axis {name!r}: its axes are {axes}")
 
 
 def get_fsdp_dp_mesh(
@@ -187,11 +184,8 @@ def _mesh_of(
     return DeviceMesh.from_group(groups, mesh_device_type(), ranks, mesh_dim_names=names)
 
 
-def _flatten(
-    root: DeviceMesh, axes: tuple[str, ...], name: str, timeout: timedelta | None
-) -> DeviceMesh:
-    axes = tuple(str(axis) for axis in axes)
-    ranks = root[axes].mesh.flatten().tolist()
-    known = [root.get_group(axis) for axis in root.mesh_dim_names or () if axis in axes]
-    group = group_of(ranks, timeout, f"mesh_{name}", known)
+def _flatten(root: DeviceMesh, name: str, timeout: timedelta | None) -> DeviceMesh:
+    axes = tuple(axis for axis in root.mesh_dim_names or () if axis in _FLATTENED[name])
+    ranks = root[axes].mesh.flatten().tolist() if axes else [dist.get_rank()]
+    group = group_of(ranks, timeout, f"mesh_{name}", [root.get_group(axis) for axis in axes])
     return _torch_compat.add_flattened_mesh(root, axes, str(name), group)

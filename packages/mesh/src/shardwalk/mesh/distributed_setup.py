@@ -12,7 +12,7 @@ from shardwalk.mesh.config import DistributedStrategyConfig, MoEParallelizerConf
 from shardwalk.mesh.context import MeshContext
 from shardwalk.mesh.pipeline_config import PipelineConfig
 from shardwalk.mesh.sizes import ParallelismSizes
-from shardwalk.mesh.strategies import resolve_strategy
+from shardwalk.mesh.strategies import check_strategy_sizes, resolve_strategy
 from shardwalk.mesh.validation import config_from_mapping
 
 __all__ = ["DistributedSetup"]
@@ -47,12 +47,14 @@ class DistributedSetup:
             mesh_context=context.activation_checkpointing,
             strategy_config=getattr(self.strategy_config, "activation_checkpointing", False),
         )
-        for name in ("strategy_config", "moe_parallel_config"):
-            value = _agreed(name, getattr(self, name), getattr(context, name))
+        agreed = {
+            name: _agreed(name, getattr(self, name), getattr(context, name))
+            for name in ("strategy_config", "moe_parallel_config")
+        }
+        check_strategy_sizes(agreed["strategy_config"], context.sizes_by_name())
+        for name, value in {**agreed, "activation_checkpointing": mode}.items():
             setattr(context, name, value)
             object.__setattr__(self, name, value)
-        context.activation_checkpointing = mode
-        object.__setattr__(self, "activation_checkpointing", mode)
 
     @classmethod
     def build(

@@ -10,7 +10,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwalk.mesh import _torch_compat
 from shardwalk.mesh.validation import check_positive_number, nearest
 
 __all__ = [
@@ -59,9 +58,9 @@ def initialize_distributed(backend: str, timeout_minutes: float = 1) -> DistInfo
     Ranks come from the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
     MASTER_PORT); without RANK and WORLD_SIZE this is a job of one process. With "nccl" the device
     is that of LOCAL_RANK and becomes the current one. ``timeout_minutes`` (fractions allowed) is
-    that of the default group, and of the axis groups of meshes built without another one. Calling
-    it again with the same backend returns the same. The groups end at exit, or with
-    ``shutdown_distributed``; signal handlers are left alone.
+    that of the default group, and of the axis groups of meshes built without another one. The
+    groups end at exit, or with ``shutdown_distributed``; signal handlers are left alone. Calling it
+    again with the same backend returns the same and changes nothing.
 
     Raises ValueError for another backend than the running one, an incomplete environment, or a
     device that is not there.
@@ -83,8 +82,17 @@ def initialize_distributed(backend: str, timeout_minutes: float = 1) -> DistInfo
         )
     else:
         dist.init_process_group(wanted, rank=place[0], world_size=place[1], timeout=timeout)
-    atexit.register(shutdown_distributed)
+    _shut_down_at_exit()
     return _info(name)
+
+
+def environment_integer(name: str, default: int) -> int:
+    """Return an environment variable as an integer; raise ValueError when it is none."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} in the environment must be an integer") from None
 
 
 def initialize_one_process() -> DistInfo:
@@ -97,6 +105,7 @@ def register_teardown(function: Callable[[], None]) -> None:
     if not callable(function):
         raise TypeError(f"register_teardown needs a callable, not {function!r}")
     _teardown.callback(function)
+    _shut_down_at_exit()
 
 
 def shutdown_distributed() -> None:
@@ -112,31 +121,29 @@ def shutdown_distributed() -> None:
             dist.destroy_process_group()
 
 
+def _shut_down_at_exit() -> None:
+    atexit.unregister(shutdown_distributed)
+    atexit.register(shutdown_distributed)
+
+
 def _place_from_environment() -> tuple[int, int] | None:
     """Return (rank, world size), or None for a process that no launcher started."""
-    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == 2:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    rank, size = environment_integer("RANK", 0), environment_integer("WORLD_SIZE", 1)
+    if {"RANK", "WORLD_SIZE"} <= {*missing}:
         return None
-    if not missing:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if not {"RANK", "WORLD_SIZE"} & {*missing} and (rank, size) == (0, 1):
+        return None
     if missing:
         raise ValueError(
-            f"the environment has {', '.join(n for n, v in given.items() if v is not None)} but "
-            f"not {' and '.join(missing)}: start with torchrun, or set all of RANK, WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT, or neither RANK nor WORLD_SIZE for a single process"
+            f"the environment has {', '.join(name for name in names if name not in missing)} but "
+            f"not {', '.join(missing)}: start with torchrun, or set all of them, or neither RANK "
+            "nor WORLD_SIZE for a single process"
         )
-    rank, size = (_integer(name, given[name]) for name in ("RANK", "WORLD_SIZE"))
     if not 0 <= rank < size:
         raise ValueError(f"RANK={rank} must be from 0 to WORLD_SIZE - 1 = {size - 1}")
     return rank, size
-
-
-def _integer(name: str, text: str | None) -> int:
-    try:
-        return int(text or "")
-    except ValueError:
-        raise ValueError(f"{name}={text!r} in the environment must be an integer") from None
 
 
 def _device(backend: str) -> torch.device:
@@ -144,7 +151,7 @@ def _device(backend: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("backend='nccl' needs CUDA, which is not available here; use 'gloo'")
-    index = _integer("LOCAL_RANK", os.environ.get("LOCAL_RANK", "0"))
+    index = environment_integer("LOCAL_RANK", 0)
     count = torch.cuda.device_count()
     if not 0 <= index < count:
         raise ValueError(
@@ -155,13 +162,13 @@ def _device(backend: str) -> torch.device:
 
 
 def _check_running(name: str) -> None:
-    running = _torch_compat.default_backend()
-    if ("nccl" in running) != (name == "nccl"):
+    running = dist.get_backend_config()
+    if name != next((known for known in ("nccl", "gloo") if known in running), None):
         raise ValueError(
             f"backend={name!r}, but torch.distributed already runs with {running!r}; "
             "call shutdown_distributed first, or ask for the running backend"
         )
-    if name == "nccl" and "gloo" not in dist.get_backend_config():
+    if "gloo" not in running:
         raise ValueError(
             f"torch.distributed already runs with {running!r}, which has no backend for CPU "
             "tensors; initialize it with 'cpu:gloo,cuda:nccl'"

@@ -45,8 +45,10 @@ class ParallelismSizes:
 
     ``dp_size`` None means whatever fills the world. ``dp_replicate_size`` is the part of
     ``dp_size`` that holds copies (HSDP); the rest shards. ``ep_size`` divides the ranks of one
-    pipeline stage and does not enlarge the world. Raises TypeError for sizes that are no integers, ValueError for
-    those below one and for a ``dp_replicate_size`` that does not divide ``dp_size``.
+    pipeline stage and does not enlarge the world.
+
+    Raises TypeError for sizes that are no integers, ValueError for those below one and for a
+    ``dp_replicate_size`` that does not divide ``dp_size``.
     """
 
     dp_size: int | None = None

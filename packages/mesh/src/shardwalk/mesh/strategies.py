@@ -10,7 +10,7 @@ from shardwalk.mesh.config import (
 )
 from shardwalk.mesh.validation import nearest
 
-__all__ = ["check_strategy", "check_strategy_sizes", "resolve_strategy"]
+__all__ = ["check_offload", "check_strategy", "check_strategy_sizes", "resolve_strategy"]
 
 _BY_NAME: dict[str, type[DistributedStrategyConfig]] = {
     "fsdp2": FSDP2Config,
@@ -55,6 +55,21 @@ def check_strategy_sizes(
             for name in refused:
                 if (size := sizes.get(name)) is not None and size > 1:
                     _refuse(cls, name, size)
+
+
+def check_offload(
+    strategy: DistributedStrategyConfig | None, device_type: str, backends: str
+) -> None:
+    """Raise ValueError when parameters are offloaded where CPU tensors have no backend.
+
+    ``backends`` is what torch lists for a group, such as ``cpu:gloo,cuda:nccl``.
+    """
+    offloads = getattr(strategy, "offload_policy", None) is not None
+    if offloads and device_type != "cpu" and "cpu:" not in backends:
+        raise ValueError(
+            "FSDP2Config.offload_policy needs a process group with a CPU backend, but this one has "
+            f"{backends!r}: start it with initialize_distributed, or as 'cpu:gloo,cuda:nccl'"
+        )
 
 
 def _refuse(cls: type, name: str, size: int) -> None:

@@ -34,7 +34,9 @@ _DTYPE_ALIASES = {
 
 def nearest(value: object, allowed: Iterable[str]) -> str:
     """Return ``"; did you mean 'name'?"`` for the closest allowed name, else an empty string."""
-    found = difflib.get_close_matches(str(value).lower(), list(allowed), n=1, cutoff=0.5)
+    word, names = str(value).lower(), list(allowed)
+    found = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    found = found or [name for name in names if word and name.startswith(word)]
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
