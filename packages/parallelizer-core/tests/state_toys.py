@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -158,3 +159,25 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers and tensors in plain attributes."""
+    found = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, module in model.named_modules():
+        found |= {f"{name}.{k}": v for k, v in vars(module).items() if isinstance(v, Tensor)}
+    return found
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Fill new memory with NaN for a while, so that a read of what nobody wrote shows."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before
+        torch.use_deterministic_algorithms(False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def param_groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
@@ -45,3 +47,63 @@ def fsdp_units(model: nn.Module) -> Iterator[FSDPModule]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield module
+
+
+def is_persistent_buffer(module: nn.Module, name: str) -> bool:
+    """Whether a buffer of the module is part of its state dict (2.13.0; only stored privately)."""
+    return name not in module._non_persistent_buffers_set
+
+
+def offloaded_parameters(model: nn.Module) -> set[int]:
+    """The ids of sharded parameters that an offload policy keeps on the CPU (2.13.0)."""
+    return {
+        id(parameter.sharded_param)
+        for unit in fsdp_units(model)
+        for group in param_groups_of(unit)
+        for parameter in group.fsdp_params
+        if parameter.offload_to_cpu
+    }
+
+
+@torch.no_grad()
+def adopt_sharded_parameters(model: nn.Module) -> None:
+    """Make every unit work on the parameters that its modules hold now.
+
+    What `nn.Module.to_empty` does on units in 2.13.0: pads uneven shards and pins offloaded ones.
+    """
+    for unit in fsdp_units(model):
+        for group in param_groups_of(unit):
+            for parameter in group.fsdp_params:
+                parameter.reset_sharded_param()
+
+
+def move_hooks(source: Tensor, target: Tensor) -> None:
+    """Make the gradient hooks of one leaf those of another too (2.13.0; survives a swap)."""
+    target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks is not None:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+class RecordWrites(TorchDispatchMode):
+    """Records which storages are written in place, through views and ``.data`` too (2.13.0).
+
+    Version counters are not bumped by writes to ``.data``, which many initializers use.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._written: set[int] = set()
+
+    def wrote(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage was written."""
+        return tensor.untyped_storage()._cdata in self._written
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        for position, argument in enumerate(func._schema.arguments):
+            value = args[position] if position < len(args) else given.get(argument.name)
+            if argument.alias_info and argument.alias_info.is_write and isinstance(value, Tensor):
+                self._written.add(value.untyped_storage()._cdata)
+        return func(*args, **given)
