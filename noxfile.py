@@ -216,8 +216,8 @@ def isolated(session: nox.Session, name: str) -> None:
     """Run the tests of one package on wheels, with its declared siblings and no others."""
     package = PACKAGES[name]
     needed = closure(package)
-    wheels = Path(session.create_tmp()).resolve() / "wheels"
-    shutil.rmtree(wheels, ignore_errors=True)
+    # Not create_tmp(), whose long TMPDIR could outgrow the 108 characters of the ranks' sockets.
+    wheels = Path(session.virtualenv.location).resolve() / "wheels"
     _see_base(session)
     folders = [str(other.folder) for other in needed]
     build_wheels = ("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
