@@ -49,6 +49,10 @@ def test_nested_containers_give_one_stack_each():
     }
 
 
+def test_a_model_may_be_a_stack_itself():
+    assert names(nn.Sequential(Block(), Block())) == {"": ["0", "1"]}
+
+
 def test_a_block_that_stands_twice_is_one_block():
     block = Block()
     model = holder(layers=nn.ModuleList([block, block, Block()]))

@@ -33,7 +33,8 @@ class BlockStack:
 def find_block_stacks(model: nn.Module) -> list[BlockStack]:
     """All stacks of `model` in the order of its modules; one that stands twice is listed once."""
     seen: set[nn.Module] = set()
-    return [stack for stack in _stacks_below("", model, seen) if stack.blocks]
+    stacks = _stacks_of("", model, seen) if _is_stack(model) else _stacks_below("", model, seen)
+    return [stack for stack in stacks if stack.blocks]
 
 
 def frozen_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -48,7 +49,7 @@ def frozen_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _stacks_below(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[BlockStack]:
     for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
+        path = _join(name, child_name)
         if _is_stack(child):
             yield from _stacks_of(path, child, seen)
         else:
@@ -60,7 +61,7 @@ def _stacks_of(name: str, container: nn.Module, seen: set[nn.Module]) -> Iterato
     blocks: list[tuple[str, nn.Module]] = []
     nested: list[BlockStack] = []
     for child_name, child in container.named_children():
-        path = f"{name}.{child_name}"
+        path = _join(name, child_name)
         if _is_stack(child):
             nested.extend(_stacks_of(path, child, seen))
         elif not _has_forward(child):
@@ -70,6 +71,10 @@ def _stacks_of(name: str, container: nn.Module, seen: set[nn.Module]) -> Iterato
             blocks.append((path, child))
     yield BlockStack(name, tuple(blocks))
     yield from nested
+
+
+def _join(name: str, child_name: str) -> str:
+    return f"{name}.{child_name}" if name else child_name
 
 
 def _is_stack(module: nn.Module) -> bool:
