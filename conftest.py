@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent
-SECONDS, SLOW_SECONDS, MOST_SLOW_TESTS = 20, 120, 10
+# A test is written to take under 20 s (120 s if it is marked slow). These backstops leave room for
+# a busy machine and for the start of a rank pool; a hang inside a pool is found much earlier.
+SECONDS, SLOW_SECONDS, MOST_SLOW_TESTS = 90, 240, 10
 
 # Helper modules beside the tests; appended, so that nothing here can shadow an installed package.
 sys.path += [str(path) for path in sorted(ROOT.glob("packages/*/tests"))]
