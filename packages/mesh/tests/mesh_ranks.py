@@ -17,11 +17,21 @@ import torch.distributed as dist
 SECONDS = 18
 
 _context = mp.get_context("forkserver")
+# What a rank would import on its first FSDP step is imported once, before ranks are forked.
 _context.set_forkserver_preload([
+    "pytest",
+    "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "shardwalk.mesh",
 ])
+
+
+def prepare() -> None:
+    """Start the process that ranks are forked from, and wait until it has imported torch."""
+    process = _context.Process(target=int)
+    process.start()
+    process.join()
 
 
 def run_ranks(
@@ -101,7 +111,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             raise TimeoutError(f"ranks {[i for i, p in enumerate(pipes) if p not in results]} hang")
         for pipe in ready:
             try:
-                results[pipe] = pipe.recv()
+                results[pipe] = Connection.recv(pipe)
             except EOFError:
                 results[pipe] = ConnectionError("the rank died")
                 results[pipe].add_note("died")

@@ -65,7 +65,7 @@ SINGLE = """
     shutdown_distributed()
     shutdown_distributed()
     print("ended", dist.is_initialized())
-    context = MeshContext.build(FSDP2Config())
+    context = MeshContext.build(DDPConfig())
     assert context.dp_size == dist.get_world_size() == 1
     assert context.device_mesh.device_type == "cpu"
     assert len(dist.distributed_c10d._world.pg_map) == 1

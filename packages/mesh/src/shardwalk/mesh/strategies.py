@@ -31,7 +31,8 @@ def resolve_strategy(value: str | DistributedStrategyConfig) -> DistributedStrat
         name = value.strip().lower().replace("-", "_")
         if name not in _BY_NAME:
             listed = ", ".join(map(repr, _BY_NAME))
-            raise ValueError(f"strategy={value!r} must be one of {listed}{nearest(name, _BY_NAME)}")
+            hint = nearest(name, ("fsdp2", "ddp", "megatron_fsdp"))
+            raise ValueError(f"strategy={value!r} must be one of {listed}{hint}")
         return _BY_NAME[name]()
     check_strategy("strategy", value)
     return value
