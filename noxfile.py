@@ -239,7 +239,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="none", requires=["base"])
 def smoke(session: nox.Session) -> None:
     """Run the demo on a tiny model, in the demo's own venv."""
-    session.notify("demo", ["--smoke"])
+    session.notify("demo", ["--model", "tiny"])
 
 
 @nox.session(default=False, requires=["base"])
