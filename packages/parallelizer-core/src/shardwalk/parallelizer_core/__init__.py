@@ -10,6 +10,7 @@ from shardwalk.parallelizer_core.gradients import (
     no_sync,
     sync_gradients_on_last,
 )
+from shardwalk.parallelizer_core.materialize import materialize
 from shardwalk.parallelizer_core.model_parallelizer import (
     compile_parallelized_model,
     get_model_parallelizer,
@@ -31,6 +32,7 @@ __all__ = [
     "fully_shard_by_dtype",
     "get_model_parallelizer",
     "get_total_norm",
+    "materialize",
     "no_sync",
     "parallelize_model",
     "register_parallelizer",

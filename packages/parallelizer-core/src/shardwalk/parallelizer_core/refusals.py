@@ -112,26 +112,17 @@ def _refuse_fsdp2_options(strategy: FSDP2Config) -> None:
 
 
 def refuse_offload(policy: object, device_type: str) -> None:
-    """Refuse an offload policy that the mesh's device or its process groups cannot serve.
+    """Refuse pinned host memory where there is no accelerator to pin it for.
 
     Raises:
-        ValueError: pinned memory without an accelerator, or no CPU backend in the process group.
+        ValueError: names the policy and what to use on the CPU.
     """
-    if not isinstance(policy, CPUOffloadPolicy):
+    if not isinstance(policy, CPUOffloadPolicy) or not policy.pin_memory:
         return
-    if device_type == "cpu" and policy.pin_memory and not torch.accelerator.is_available():
+    if device_type == "cpu" and not torch.accelerator.is_available():
         raise ValueError(
             "offload_policy=CPUOffloadPolicy(pin_memory=True) needs an accelerator, and this mesh "
-            "is on CPU; "
-            "use offload_policy=None, or CPUOffloadPolicy(pin_memory=False)"
-        )
-    backends = dist.get_backend_config()
-    if device_type != "cpu" and "cpu" not in backends:
-        raise ValueError(
-            f"offload_policy keeps gradients on the CPU, and the process group's backend "
-            f"{backends!r} has no "
-            f"CPU part to reduce their norm with; initialize it with 'cpu:gloo,{device_type}:nccl' "
-            f"(initialize_distributed does)"
+            "is on CPU; use offload_policy=None, or CPUOffloadPolicy(pin_memory=False)"
         )
 
 
