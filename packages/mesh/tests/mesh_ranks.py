@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -125,6 +126,8 @@ def _main(
     args: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     result: Any
     try:
         _start(*place)

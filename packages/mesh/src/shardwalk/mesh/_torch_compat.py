@@ -1,7 +1,9 @@
 """Every touch of a private torch API in this package. All of it was read in torch 2.13.0."""
 
+import importlib
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +80,7 @@ def new_named_group(
             list(ranks),
             dist.Backend(backend),
             store,
-            c10d.GroupName(name),
+            cast("c10d.GroupName", name),
             timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
             group_desc=description,
         )
@@ -118,12 +120,9 @@ def add_flattened_mesh(
 
     ``root[axes]._flatten(name)`` (torch 2.13) would make a second group for the same ranks.
     """
-    from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
-
-    layout = root[axes]._layout.collapse() if axes else _FlatLayout(1, 0)
     mesh = DeviceMesh(
         root.device_type,
-        _layout=_MeshLayout([layout]),
+        _layout=_flat_layout(root, axes),
         _rank_map=root._rank_map,
         mesh_dim_names=(name,),
         _root_mesh=root,
@@ -133,6 +132,20 @@ def add_flattened_mesh(
     root._pg_registry[group.group_name] = group
     root._flatten_mapping[name] = mesh
     return mesh
+
+
+def _flat_layout(root: DeviceMesh, axes: tuple[str, ...]) -> Any:
+    """Return the layout of one axis that takes in several.
+
+    Before torch 2.12 or so a layout had ``coalesce`` instead of ``collapse`` (read, not run).
+    """
+    layouts = importlib.import_module("torch.distributed._mesh_layout")
+    layout: Any = root[axes or root.mesh_dim_names or ()]._layout
+    if hasattr(layout, "collapse"):
+        flat = layout.collapse() if axes else layouts._FlatLayout(1, 0)
+        return layouts._MeshLayout([flat])
+    flat = layout.coalesce() if axes else layouts._MeshLayout((1,), (1,))
+    return flat.nest() if len(flat) > 1 else flat
 
 
 def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:

@@ -21,8 +21,8 @@ from shardwalk.mesh.device_meshes import (
     build_moe_mesh,
     check_cp_degrees,
 )
-from shardwalk.mesh.launch import environment_integer, initialize_one_process
-from shardwalk.mesh.process_groups import group_of, minutes
+from shardwalk.mesh.members import ensure_process_group, local_group, mesh_members
+from shardwalk.mesh.process_groups import minutes
 from shardwalk.mesh.sizes import ParallelismSizes
 from shardwalk.mesh.strategies import check_offload, check_strategy, check_strategy_sizes
 from shardwalk.mesh.validation import check_integer, check_positive_number, nearest
@@ -108,15 +108,15 @@ class MeshContext:
         cls(**policies)
         check_strategy_sizes(strategy_config, sizes.to_dict())
         _check_cp(sizes.cp_size, cp_ring_degree, cp_ulysses_degree)
-        members = _members(world_size, ranks)
+        members = mesh_members(world_size, ranks)
         axes = sizes.resolve(len(members))
-        _ensure_process_group(world_size)
+        ensure_process_group(world_size)
         timeout = minutes(timeout_minutes)
         with_moe = axes.ep > 1 or moe_parallel_config is not None
         return cls(
             device_mesh=build_device_mesh(axes, members, timeout),
             moe_mesh=build_moe_mesh(axes, members, timeout) if with_moe else None,
-            process_group=_local_group(members, timeout),
+            process_group=local_group(members, timeout),
             cp_ring_degree=cp_ring_degree,
             cp_ulysses_degree=cp_ulysses_degree,
             **policies,
@@ -309,58 +309,3 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "cp_ring_degree": _check_degree,
     "cp_ulysses_degree": _check_degree,
 }
-
-
-def _job_size(world_size: int | None) -> int:
-    """Return the number of processes: of the default group, else of the environment, else given."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return environment_integer("WORLD_SIZE", world_size or 1)
-
-
-def _members(world_size: int | None, ranks: Sequence[int] | None) -> list[int]:
-    """Return the global ranks of the mesh, after checking them against the size of the job."""
-    check_integer("world_size", world_size, optional=True)
-    job = _job_size(world_size)
-    if ranks is None:
-        if world_size not in (None, job):
-            raise ValueError(
-                f"world_size={world_size}, but the job has {job} processes; leave world_size out, "
-                "or name the ranks of a smaller mesh with ranks="
-            )
-        return list(range(job))
-    members = _check_ranks(ranks, job)
-    if world_size not in (None, job, len(members)):
-        raise ValueError(
-            f"world_size={world_size} is neither the number of ranks ({len(members)}) "
-            f"nor that of the processes ({job})"
-        )
-    return members
-
-
-def _check_ranks(ranks: object, job: int) -> list[int]:
-    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
-        raise TypeError(f"ranks={ranks!r} must be a non-empty list of global ranks or None")
-    for rank in ranks:
-        check_integer("ranks: each", rank, minimum=0, maximum=job - 1)
-    if len(set(ranks)) < len(ranks):
-        raise ValueError(f"ranks={list(ranks)} names a rank twice")
-    return list(ranks)
-
-
-def _ensure_process_group(world_size: int | None) -> None:
-    if dist.is_initialized():
-        return
-    job = _job_size(world_size)
-    if job > 1:
-        raise ValueError(
-            f"a mesh of {job} processes needs a process group: call initialize_distributed first "
-            "(or, to plan on one CPU, torch.distributed.init_process_group with backend 'fake')"
-        )
-    initialize_one_process()
-
-
-def _local_group(members: list[int], timeout: Any) -> dist.ProcessGroup | None:
-    if len(members) == dist.get_world_size() or dist.get_rank() not in members:
-        return None
-    return group_of(members, timeout, "mesh_all")
