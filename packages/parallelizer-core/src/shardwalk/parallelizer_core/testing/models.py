@@ -18,6 +18,7 @@ class Rotary(nn.Module):
 
     def __init__(self, dim: int, base: float = 100.0) -> None:
         super().__init__()
+        self.dim, self.base = dim, base  # by these `materialize` can construct it again
         frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
@@ -105,4 +106,5 @@ def tiny_decoder_case(*, tied: bool = False, micro_batches: int = 1, rows: int =
     return ParityCase(
         model=functools.partial(TinyDecoder, tied=tied),
         batches=TokenBatches(vocabulary=61, rows=rows, micro_batches=micro_batches),
+        init="reset_parameters",
     )

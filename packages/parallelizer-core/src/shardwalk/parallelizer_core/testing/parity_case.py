@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Rows = dict[str, Tensor]
-InitFunction = Callable[[str, Tensor, torch.Generator], None]
+Init = Callable[[str, Tensor, torch.Generator], object] | Literal["reset_parameters"]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Start = Literal["checkpoint", "init"]
 
@@ -90,7 +90,8 @@ class ParityCase:
             dimension 0 is rows; a data-parallel rank gets an even share of the rows.
         token_losses: (model, rows) -> the unreduced losses, 0 where a token is masked.
         valid_tokens: rows -> the number of tokens that count.
-        init: fills one parameter on a meta start: (name, tensor, generator).
+        init: what `materialize` fills parameters with on a meta start: a function of (name,
+            tensor, generator) or ``reset_parameters``.
         extras: model -> more values to compare after the last step, such as expert loads.
         seed: torch's seed when the model is built and before the first step.
 
@@ -108,7 +109,7 @@ class ParityCase:
     batches: Callable[[int], Sequence[Rows]]
     token_losses: Callable[[nn.Module, Rows], Tensor] = causal_token_losses
     valid_tokens: Callable[[Rows], int] = count_labels
-    init: InitFunction | None = None
+    init: Init | None = None
     extras: Callable[[nn.Module], Mapping[str, Tensor]] = no_extras
     seed: int = 0
 

@@ -55,9 +55,23 @@ def build_model(case: ParityCase, start: Start | None) -> nn.Module:
         return case.model()
 
 
+def give_weights(model: nn.Module, case: ParityCase, start: Start | None, folder: str) -> None:
+    """End a meta start of either side: weights by the case's init or from the checkpoint."""
+    if start is None:
+        return
+    from shardwalk.parallelizer_core.materialize import materialize
+
+    if start == "init":
+        materialize(model, init=case.init)
+    else:
+        materialize(model, checkpoint=checkpoint_folder(folder))
+
+
 def _train(case: ParityCase, training: Training, index: int) -> Record:
     """Run one of the optimizers; start and gradients are kept of the first, as all share them."""
-    model = _build_reference(case, training.start)
+    start: Start | None = "init" if training.start == "init" else None
+    model = build_model(case, start)
+    give_weights(model, case, start, folder="")
     record = Record()
     record.put_start(model, whole=index == 0)
     optimizer = make_optimizer(training.optimizers[index], model)
@@ -72,16 +86,6 @@ def _train(case: ParityCase, training: Training, index: int) -> Record:
     record.put_state(model, case.extras(model))
     _check(record)
     return record
-
-
-def _build_reference(case: ParityCase, start: Start | None) -> nn.Module:
-    if start != "init":
-        return build_model(case, None)
-    from shardwalk.parallelizer_core import materialize
-
-    model = build_model(case, start)
-    materialize(model, init=case.init)
-    return model
 
 
 def _backward(case: ParityCase, training: Training, model: nn.Module, step: int) -> Tensor:

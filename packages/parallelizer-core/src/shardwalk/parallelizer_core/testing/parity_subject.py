@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwalk.mesh import DistributedSetup
+from shardwalk.mesh import DDPConfig, DistributedSetup
 from shardwalk.parallelizer_core.gradients import (
     TokenNormalizer,
     clip_grad_norm_,
@@ -32,7 +32,7 @@ from shardwalk.parallelizer_core.testing.parity_compare import Finding, Toleranc
 from shardwalk.parallelizer_core.testing.parity_record import INITIAL, LOSS, NORM, Record, unwrap
 from shardwalk.parallelizer_core.testing.parity_reference import (
     build_model,
-    checkpoint_folder,
+    give_weights,
     load_records,
 )
 from shardwalk.parallelizer_core.testing.rank_worker import cached, rank_device
@@ -164,14 +164,12 @@ def _train(
 def _build_subject(
     case: ParityCase, training: Training, setup: Any, subject: Subject, folder: str
 ) -> nn.Module:
-    model = subject.parallelize(build_model(case, training.start), setup)
-    if training.start is not None:
-        from shardwalk.parallelizer_core import materialize
-
-        if training.start == "init":
-            materialize(model, init=case.init)
-        else:
-            materialize(model, checkpoint=checkpoint_folder(folder))
+    model = build_model(case, training.start)
+    if setup is not None and isinstance(setup.mesh_context.strategy_config, DDPConfig):
+        give_weights(model, case, training.start, folder)  # DDP cannot wrap a model on meta
+        return subject.parallelize(model, setup)
+    model = subject.parallelize(model, setup)
+    give_weights(model, case, training.start, folder)
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 
 
@@ -22,10 +21,3 @@ class RankError(RuntimeError):
 
 class RankTimeoutError(RankError, TimeoutError):
     """The deadline passed first; ``reports`` holds the Python stacks of every rank."""
-
-
-def describe_exit(exit_code: int | None) -> str:
-    """Say how a process ended: ``signal SIGABRT`` or ``exit code 3``."""
-    if exit_code is not None and exit_code < 0:
-        return f"signal {signal.Signals(-exit_code).name}"
-    return f"exit code {exit_code}"

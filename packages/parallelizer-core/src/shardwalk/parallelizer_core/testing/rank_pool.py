@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
-import os
 import pickle
-import signal
 import sys
 import tempfile
 import threading
@@ -19,24 +17,22 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from shardwalk.parallelizer_core.testing.rank_errors import (
-    RankError,
-    RankTimeoutError,
-    describe_exit,
-)
+from shardwalk.parallelizer_core.testing.rank_files import RankFiles
 from shardwalk.parallelizer_core.testing.rank_pickle import dumps_call
+from shardwalk.parallelizer_core.testing.rank_reports import (
+    describe_exit,
+    failure,
+    timeout_error,
+)
 from shardwalk.parallelizer_core.testing.rank_worker import (
     Outcome,
     WorkerOptions,
     in_rank,
-    output_file,
-    stacks_file,
     worker_main,
 )
 
 _GRACE = 0.3  # seconds that peers get to report too once one rank has failed
 _OPEN_FILES_LIMIT = 256  # process groups cannot be closed safely; a pool that piled up retires
-_OUTPUT_TAIL = 4000
 _PRELOAD = ["shardwalk.parallelizer_core.testing._preload"]
 
 _pools: dict[tuple[int, str], RankPool] = {}
@@ -136,13 +132,13 @@ class RankPool:
         with self._lock:
             try:
                 self._start()
-                self._clear_output()
+                self._files().clear_output()
                 for rank in self._ranks:
                     with contextlib.suppress(OSError):  # a dead rank is reported by _collect
                         rank.connection.send_bytes(data)
                 outcomes = self._collect(self.timeout if timeout is None else timeout)
                 results = [pickle.loads(outcome.value) for outcome in outcomes]
-                self._print_output()
+                self._files().print_output()
             except BaseException:
                 self._kill()
                 raise
@@ -202,10 +198,11 @@ class RankPool:
                 failed, deadline = True, time.monotonic() + _GRACE
             if not ready:
                 break
+        files = self._files()
         if failed:
-            raise self._failure(outcomes)
+            raise failure(outcomes, files)
         if len(outcomes) < self.world_size:
-            raise self._timeout_error(timeout, outcomes)
+            raise timeout_error(timeout, outcomes, self.pids, files)
         return [outcomes[index] for index in range(self.world_size)]
 
     def _receive(self, rank: _Rank) -> Outcome:
@@ -217,54 +214,12 @@ class RankPool:
             pass
         rank.process.join(1.0)
         summary = f"died with {describe_exit(rank.process.exitcode)}"
-        return Outcome(summary=summary, trace=f"its last output:\n{self._output(rank.index)}")
+        output = self._files().output(rank.index)
+        return Outcome(summary=summary, trace=f"its last output:\n{output}")
 
-    def _failure(self, outcomes: dict[int, Outcome]) -> RankError:
-        """The error of the rank that failed first; one that died (when = 0) goes before all."""
-        failures = {rank: outcome for rank, outcome in outcomes.items() if outcome.summary}
-        first = min(failures, key=lambda rank: (failures[rank].when, rank))
-        message = [f"rank {first} of {self.world_size}: {failures[first].summary}"]
-        message.append(failures[first].trace)
-        if failures[first].when and (output := self._output(first)):
-            message.append(f"output of rank {first}:\n{output}")
-        message += [f"also rank {r}: {failures[r].summary}" for r in sorted(failures) if r != first]
-        reports = {rank: failure.trace for rank, failure in sorted(failures.items())}
-        return RankError("\n".join(message), first, reports)
-
-    def _timeout_error(self, timeout: float, outcomes: dict[int, Outcome]) -> RankTimeoutError:
-        waiting = [rank.index for rank in self._ranks if rank.index not in outcomes]
-        stacks = self._dump_stacks()
-        message = [
-            f"ranks {waiting} of {self.world_size} did not finish within {timeout:g} s; "
-            "the stacks of all ranks:"
-        ]
-        message += [f"--- rank {index}\n{stack}" for index, stack in stacks.items()]
-        message += [f"--- output of rank {r}\n{text}" for r in waiting if (text := self._output(r))]
-        return RankTimeoutError("\n".join(message), waiting[0], stacks)
-
-    def _dump_stacks(self) -> dict[int, str]:
+    def _files(self) -> RankFiles:
         assert self._folder is not None
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-        files = {r.index: stacks_file(self._folder.name, r.index) for r in self._ranks}
-        return {index: _read_when_written(file) for index, file in files.items()}
-
-    def _output(self, index: int) -> str:
-        assert self._folder is not None
-        text = _read(output_file(self._folder.name, index))
-        lines = [line for line in text.splitlines() if not line.startswith("[Gloo]")]
-        return "\n".join(lines)[-_OUTPUT_TAIL:]
-
-    def _clear_output(self) -> None:
-        assert self._folder is not None
-        for rank in self._ranks:
-            os.truncate(output_file(self._folder.name, rank.index), 0)
-
-    def _print_output(self) -> None:
-        for rank in self._ranks:
-            for line in self._output(rank.index).splitlines():
-                print(f"[rank {rank.index}] {line}")
+        return RankFiles(self._folder.name, self.world_size)
 
     def _kill(self) -> None:
         for rank in self._ranks:
@@ -322,21 +277,3 @@ def _hidden_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _read(file: str) -> str:
-    with open(file, errors="replace") as stream:
-        return stream.read()
-
-
-def _read_when_written(file: str, patience: float = 2.0) -> str:
-    """A stack dump, once it stopped growing."""
-    end = time.monotonic() + patience
-    seen = ""
-    while time.monotonic() < end:
-        time.sleep(0.05)
-        now = _read(file) if os.path.exists(file) else ""
-        if now and now == seen:
-            break
-        seen = now
-    return seen or "(no stack: the rank did not answer)"

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwalk.parallelizer_core.testing.rank_files import RankFiles
 from shardwalk.parallelizer_core.testing.rank_pickle import loads_call
 
 T = TypeVar("T")
@@ -78,19 +79,9 @@ def in_rank() -> bool:
     return _device is not None
 
 
-def output_file(folder: str, rank: int) -> str:
-    """Where a rank's stdout and stderr go."""
-    return os.path.join(folder, f"rank{rank}.out")
-
-
-def stacks_file(folder: str, rank: int) -> str:
-    """Where a rank dumps its Python stacks when it gets SIGUSR1."""
-    return os.path.join(folder, f"rank{rank}.stacks")
-
-
 def worker_main(rank: int, connection: Connection, options: WorkerOptions) -> None:
     """Join the process group, then answer calls until the parent goes away."""
-    _redirect_output(rank, options.folder)
+    _redirect_output(rank, RankFiles(options.folder, options.world_size))
     connection.send(_guarded(lambda: _join(rank, options)))
     gc.freeze()
     while True:
@@ -102,12 +93,12 @@ def worker_main(rank: int, connection: Connection, options: WorkerOptions) -> No
         gc.collect()
 
 
-def _redirect_output(rank: int, folder: str) -> None:
-    out = os.open(output_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def _redirect_output(rank: int, files: RankFiles) -> None:
+    out = os.open(files.output_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    stacks = os.open(stacks_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    stacks = os.open(files.stacks_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=out)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the ranks
