@@ -64,13 +64,23 @@ def quiet_alone() -> Iterator[None]:
         yield
 
 
+def _saved_ties(folder: Path) -> list[list[str]]:
+    """The names that were one tensor when `save_checkpoint` saved them."""
+    if not (folder / TRAINER_STATE).is_file():
+        return []
+    state = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
+    ties: list[list[str]] = state["ties"]
+    return ties
+
+
 class DCPSource:
     """Fills tensors from a DCP folder; native names, no adapter, no communication."""
 
-    def __init__(self, folder: Path, ignore: Sequence[str]) -> None:
+    def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:
         self._folder = folder
         self._ignore = ignore
         self._stored = model_keys(folder)
+        self._ties = [set(names) for names in _saved_ties(folder)]
 
     def check(self, entries: Sequence[ModelTensor]) -> None:
         """Raise for whatever does not fit, before anything is written."""
@@ -97,7 +107,8 @@ class DCPSource:
             stored = self._stored[name]
             mismatch.compare_shapes(name, entry.tensor.shape, stored.size)
             check_dtype(name, entry.tensor.dtype, stored.properties.dtype, mismatch)
-        if len(names) > 1 and len(mismatch.differing) == before:
+        is_known_tie = any(tie.issuperset(names) for tie in self._ties)
+        if len(names) > 1 and len(mismatch.differing) == before and not is_known_tie:
             first, *others = (self._whole(name) for name in names)
             for name, other in zip(names[1:], others, strict=True):
                 if not torch.equal(first, other):
