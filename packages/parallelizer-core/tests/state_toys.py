@@ -97,8 +97,8 @@ def fsdp_tp(model: ToyLM, **kwargs: object) -> nn.Module:
     return shard_units(tp_split(model, mesh["tp"]), mesh["shard"], **kwargs)
 
 
-def ddp(model: ToyLM) -> nn.Module:
-    return DistributedDataParallel(model)
+def ddp(model: ToyLM, **options: bool) -> nn.Module:
+    return DistributedDataParallel(model, **options)
 
 
 def single(model: ToyLM) -> nn.Module:
@@ -143,6 +143,11 @@ def my_rows(sharding: str, *tensors: Tensor) -> list[Tensor]:
 
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+
+
+def token_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x).flatten(0, 1).float()
+    return F.cross_entropy(logits, y.flatten(), reduction="none")
 
 
 def whole(tensor: Tensor) -> Tensor:

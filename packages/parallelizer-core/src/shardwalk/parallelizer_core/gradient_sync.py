@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,8 +19,6 @@ from shardwalk.parallelizer_core.model_sequences import Models, as_models
 from shardwalk.parallelizer_core.parallel_state import mesh_context_of
 
 _MicroBatch = TypeVar("_MicroBatch")
-
-_deferrals: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -81,32 +78,19 @@ def defers_gradient_sync(model: nn.Module) -> bool:
     return not isinstance(strategy, FSDP2Config) or strategy.defer_fsdp_grad_sync
 
 
-def gradient_sync_is_deferred(module: nn.Module) -> bool:
-    """Whether `module` is inside a `no_sync` right now.
-
-    For hooks that reduce the gradient of a parameter which no unit holds: skip while this is
-    true, and reduce the whole accumulated gradient the first time it is not.
-    """
-    return _deferrals.get(module, 0) > 0
-
-
 def _enter(stack: ExitStack, model: nn.Module) -> None:
-    stack.enter_context(_marked(model))
     for unit in fsdp_units(model):
         stack.callback(restore_sync_flags, unit, sync_flags_of(unit))
         unit.set_requires_gradient_sync(False, recurse=False)
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel) and not _records_its_graph(module):
             stack.enter_context(module.no_sync())
 
 
-@contextmanager
-def _marked(model: nn.Module) -> Iterator[None]:
-    modules = list(model.modules())
-    for module in modules:
-        _deferrals[module] = _deferrals.get(module, 0) + 1
-    try:
-        yield
-    finally:
-        for module in modules:
-            _deferrals[module] -= 1
+def _records_its_graph(wrapper: DistributedDataParallel) -> bool:
+    """Whether the next backward is the one in which DDP records a static graph.
+
+    torch 2.13 fails an internal assertion when that one is not synchronized. Averaging a part of
+    the sum twice changes nothing, so the numbers are the same.
+    """
+    return bool(wrapper.static_graph) and wrapper.num_iterations == 0

@@ -11,18 +11,13 @@ One training step with accumulation reads::
 """
 
 from shardwalk.parallelizer_core.gradient_norm import clip_grad_norm_, get_total_norm
-from shardwalk.parallelizer_core.gradient_sync import (
-    gradient_sync_is_deferred,
-    no_sync,
-    sync_gradients_on_last,
-)
+from shardwalk.parallelizer_core.gradient_sync import no_sync, sync_gradients_on_last
 from shardwalk.parallelizer_core.token_normalizer import TokenNormalizer
 
 __all__ = [
     "TokenNormalizer",
     "clip_grad_norm_",
     "get_total_norm",
-    "gradient_sync_is_deferred",
     "no_sync",
     "sync_gradients_on_last",
 ]
