@@ -6,8 +6,7 @@ import pytest
 import state_toys as toys
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwalk.mesh import DistributedSetup, MeshContext, ParallelismSizes
 from shardwalk.parallelizer_core.gradients import TokenNormalizer, sync_gradients_on_last
@@ -37,16 +36,11 @@ def data(ranks: int) -> list[list[tuple[Tensor, Tensor]]]:
     ]
 
 
-def token_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    logits = model(x).flatten(0, 1).float()
-    return F.cross_entropy(logits, y.flatten(), reduction="none")
-
-
 def reference(ranks: int) -> tuple[dict[str, Tensor], float]:
     model = toys.toy()
     batches = [micro_batch for rank in data(ranks) for micro_batch in rank]
     valid = sum(int((y != -100).sum()) for _, y in batches)
-    loss = torch.stack([token_losses(model, x, y).sum() for x, y in batches]).sum() / valid
+    loss = torch.stack([toys.token_losses(model, x, y).sum() for x, y in batches]).sum() / valid
     loss.backward()
     return toys.whole_gradients(model), loss.item()
 
@@ -73,7 +67,7 @@ def step(sharding: str) -> tuple[dict[str, Tensor], float, int]:
     normalizer = TokenNormalizer(mesh_context, [(y != -100).sum() for _, y in mine])
     total = 0.0
     for x, y in sync_gradients_on_last(model, mine):
-        loss = normalizer(token_losses(model, x, y))
+        loss = normalizer(toys.token_losses(model, x, y))
         loss.backward()
         total += loss.item() / ranks
     mean = torch.tensor(total / (dist.get_world_size() // ranks))
@@ -99,7 +93,7 @@ def no_tokens_anywhere() -> tuple[float, float, int, bool]:
     model = toys.fsdp(toys.toy())
     normalizer = TokenNormalizer(context(), 0)
     x, y = toys.batch(rows=2)
-    loss = normalizer(token_losses(model, x, torch.full_like(y, -100)))
+    loss = normalizer(toys.token_losses(model, x, torch.full_like(y, -100)))
     loss.backward()
     finite = all(bool(g.isfinite().all()) for g in toys.whole_gradients(model).values())
     return loss.item(), normalizer.scale, normalizer.global_tokens, finite
