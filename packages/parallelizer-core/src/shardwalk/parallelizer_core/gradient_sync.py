@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
+from weakref import WeakSet
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,8 @@ from shardwalk.parallelizer_core.model_sequences import Models, as_models
 from shardwalk.parallelizer_core.parallel_state import mesh_context_of
 
 _MicroBatch = TypeVar("_MicroBatch")
+
+_recorded: WeakSet[DistributedDataParallel] = WeakSet()
 
 
 @contextmanager
@@ -88,9 +91,12 @@ def _enter(stack: ExitStack, model: nn.Module) -> None:
 
 
 def _records_its_graph(wrapper: DistributedDataParallel) -> bool:
-    """Whether the next backward is the one in which DDP records a static graph.
+    """Whether this may be the backward in which DDP records a static graph.
 
     torch 2.13 fails an internal assertion when that one is not synchronized. Averaging a part of
     the sum twice changes nothing, so the numbers are the same.
     """
-    return bool(wrapper.static_graph) and wrapper.num_iterations == 0
+    if not wrapper.static_graph or wrapper in _recorded:
+        return False
+    _recorded.add(wrapper)
+    return True
