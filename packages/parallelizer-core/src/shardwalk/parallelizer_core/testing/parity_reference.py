@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwalk.parallelizer_core.materialize import materialize
 from shardwalk.parallelizer_core.testing.parity_case import (
     Bf16,
     ParityCase,
@@ -57,13 +58,9 @@ def build_model(case: ParityCase, start: Start | None) -> nn.Module:
 
 def give_weights(model: nn.Module, case: ParityCase, start: Start | None, folder: str) -> None:
     """End a meta start of either side: weights by the case's init or from the checkpoint."""
-    if start is None:
-        return
-    from shardwalk.parallelizer_core.materialize import materialize
-
     if start == "init":
         materialize(model, init=case.init)
-    else:
+    elif start == "checkpoint":
         materialize(model, checkpoint=checkpoint_folder(folder))
 
 
