@@ -1,0 +1,5 @@
+"""Ranks fork from a server that has imported the models already."""
+
+from shardwalk.parallelizer_core.testing import preload
+
+preload("tests.matrix.tiny_transformers")
