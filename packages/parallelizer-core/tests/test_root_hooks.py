@@ -1,11 +1,15 @@
 """What the root does around a forward: resharding without gradients, recovery, dtype errors."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
 from walk_toys import BF16, Decoder, ids, sharded
 
 from shardwalk.parallelizer_core.testing import RankError, run_on_ranks
+from shardwalk.parallelizer_core.testing.collectives import CountCollectives
 
 
 def plain_parameters(model):
@@ -103,3 +107,19 @@ def test_a_dtype_error_of_the_model_names_the_option_that_casts_inputs():
     with pytest.raises(RankError, match=r"float32 inputs .* set\s+cast_forward_inputs=True"):
         run_on_ranks(2, float_inputs_into_bf16, False)
     assert run_on_ranks(2, float_inputs_into_bf16, True) == [torch.bfloat16] * 2
+
+
+def train_around_a_tracker():
+    model = sharded()
+    counts = []
+    for tracked in (False, True, False):
+        with CountCollectives() as counted, FSDPMemTracker(model) if tracked else nullcontext():
+            model(ids()).square().mean().backward()
+        counts.append(counted.calls)
+    return counts
+
+
+def test_a_forward_whose_hooks_run_in_another_order_is_no_failed_one():
+    """torch's memory tracker puts its own post-forward hooks behind ours, and leaves them there."""
+    for before, during, after in run_on_ranks(2, train_around_a_tracker):
+        assert before == during == after

@@ -41,9 +41,12 @@ def reshard_all(root: nn.Module) -> None:
 def _after_forward(mp_policy: MixedPrecisionPolicy) -> Any:
     def hook(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         assert isinstance(root, FSDPModule)
-        if forward_was_interrupted(root):
+        error = sys.exc_info()[1]
+        # A tool that replaces torch's own hooks makes them run after this one; without an error an
+        # open iteration says no more than that.
+        if error is not None and forward_was_interrupted(root):
             forget_interrupted_forward(root)
-            _explain_dtype_error(sys.exc_info()[1], mp_policy, args, kwargs)
+            _explain_dtype_error(error, mp_policy, args, kwargs)
         elif not torch.is_grad_enabled():
             reshard_all(root)
 
@@ -51,7 +54,7 @@ def _after_forward(mp_policy: MixedPrecisionPolicy) -> Any:
 
 
 def _explain_dtype_error(
-    error: BaseException | None,
+    error: BaseException,
     policy: MixedPrecisionPolicy,
     args: Iterable[Any],
     kwargs: dict[str, Any],
