@@ -230,6 +230,14 @@ def test_optimizer_state_by_name(sharding: str, world: int) -> None:
                     )
 
 
+def test_loading_replaces_all_state() -> None:
+    """State of a parameter that the saved run never stepped goes too."""
+    model, optimizer = stepped("single")
+    untouched = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    load_optimizer_state_dict(model, optimizer, optimizer_state_dict(model, untouched))
+    assert not optimizer.state
+
+
 def test_optimizer_errors() -> None:
     model, optimizer = stepped("single")
     state = optimizer_state_dict(model, optimizer)

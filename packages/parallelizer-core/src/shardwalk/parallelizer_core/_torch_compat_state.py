@@ -65,18 +65,6 @@ def offloaded_parameters(model: nn.Module) -> set[int]:
     }
 
 
-@torch.no_grad()
-def adopt_sharded_parameters(model: nn.Module) -> None:
-    """Make every unit work on the parameters that its modules hold now.
-
-    What `nn.Module.to_empty` does on units in 2.13.0: pads uneven shards and pins offloaded ones.
-    """
-    for unit in fsdp_units(model):
-        for group in param_groups_of(unit):
-            for parameter in group.fsdp_params:
-                parameter.reset_sharded_param()
-
-
 def move_hooks(source: Tensor, target: Tensor) -> None:
     """Make the gradient hooks of one leaf those of another too (2.13.0; survives a swap)."""
     target._backward_hooks = source._backward_hooks

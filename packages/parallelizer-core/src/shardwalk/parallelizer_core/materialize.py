@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwalk.parallelizer_core._torch_compat_state import (
-    adopt_sharded_parameters,
     move_hooks,
     offloaded_parameters,
 )
@@ -106,8 +105,6 @@ def materialize(
     source.fill(filled)
     for entry, value in zip(rebuilt, values, strict=True):
         _set_buffer(entry, value)
-    for model in models:
-        adopt_sharded_parameters(model)
     _check_nothing_on_meta(models)
 
 
