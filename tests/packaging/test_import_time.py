@@ -42,3 +42,17 @@ def test_import_is_cheap(module: str, before: str, seconds: float) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert statistics.median(map(float, result.stdout.split())) <= seconds
+
+
+def test_mesh_leaves_the_fsdp_of_torch_alone_until_a_policy_is_made() -> None:
+    script = """
+import sys
+import shardwalk.mesh
+before = "torch.distributed.fsdp" in sys.modules
+shardwalk.mesh.FSDP2Config()
+print(before, "torch.distributed.fsdp" in sys.modules)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "True"]
