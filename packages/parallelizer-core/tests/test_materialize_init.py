@@ -92,7 +92,7 @@ def tied_start(order: str) -> tuple[bool, int, dict[str, Tensor], dict[str, Tens
         toys.fsdp(model)  # type: ignore[arg-type]
     is_tied = model.head.weight is model.embed.weight  # type: ignore[union-attr]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gradients = {}
+    gradients: dict[str, Tensor] = {}
     for _ in range(3):
         toys.mean_loss(model, *toys.my_rows("fsdp", *toys.batch())).backward()
         gradients = gradients or toys.whole_gradients(model)

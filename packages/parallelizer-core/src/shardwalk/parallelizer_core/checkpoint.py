@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,21 +46,9 @@ from shardwalk.parallelizer_core.random_state import (
 )
 from shardwalk.parallelizer_core.state_dicts import model_state_dict
 from shardwalk.parallelizer_core.state_mismatch import StateMismatch
+from shardwalk.parallelizer_core.trainer_state import Stateful, read_trainer_state, trainer_state
 
 _OPTIMIZER_PREFIX = "optimizer.state."
-_FORMAT = 1
-
-
-class Stateful(Protocol):
-    """Anything with a state dict of plain data, such as a learning-rate scheduler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as plain data."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take a state of `state_dict`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +104,7 @@ def save_checkpoint(
     tensors = {MODEL_PREFIX + name: value for name, value in model_state_dict(models).items()}
     tensors |= _optimizer_tensors(optimizer_state)
     _check_tensors(tensors)
-    trainer = _trainer_state(models, optimizer_state, scheduler, step, extra)
+    trainer = trainer_state(models, optimizer_state, scheduler, step, extra)
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     _on_all_ranks(lambda: _clear_folder(folder, rank), process_group)
     _on_all_ranks(lambda: _write_random_state(folder), process_group)
@@ -156,7 +143,7 @@ def load_checkpoint(
     """
     models = as_models(model_or_models)
     folder = Path(folder)
-    trainer = _read_trainer_state(folder)
+    trainer = read_trainer_state(folder)
     for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
         if given is not None and trainer[name] is None:
             raise ValueError(f"checkpoint {folder} was saved without {name}=; leave it out")
@@ -182,44 +169,6 @@ def load_checkpoint(
     )
 
 
-def _trainer_state(
-    models: list[nn.Module],
-    optimizer_state: dict[str, Any] | None,
-    scheduler: Stateful | None,
-    step: int | None,
-    extra: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """What is no tensor of the model or the optimizer, checked to be plain data."""
-    state = {
-        "format": _FORMAT,
-        "step": step,
-        "extra": dict(extra or {}),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "optimizer": None if optimizer_state is None else _optimizer_scalars(optimizer_state),
-        "ties": [entry.names for entry in state_tensors(models) if len(entry.names) > 1],
-        "random": {
-            "layout": random_layout(shared_mesh_context(models)),
-            "seed": torch.initial_seed(),
-        },
-    }
-    for name, value in state.items():
-        _check_plain(name, value)
-    return state
-
-
-def _check_plain(name: str, value: object) -> None:
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            f"{name} of a checkpoint must be plain data (numbers, strings, tensors, and lists, "
-            f"tuples and dicts of these): {error}"
-        ) from error
-
-
 def _check_tensors(tensors: Mapping[str, Any]) -> None:
     others = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if others:
@@ -236,14 +185,6 @@ def _optimizer_tensors(state: dict[str, Any] | None) -> dict[str, Tensor]:
         for key, value in entry.items()
         if isinstance(value, Tensor)
     }
-
-
-def _optimizer_scalars(state: dict[str, Any]) -> dict[str, Any]:
-    scalars = {
-        name: {key: value for key, value in entry.items() if not isinstance(value, Tensor)}
-        for name, entry in state["state"].items()
-    }
-    return {"param_groups": state["param_groups"], "scalars": scalars}
 
 
 def _optimizer_loader(
@@ -280,16 +221,6 @@ def _optimizer_loader(
         set_state(optimizer, parameters, state, groups)
 
     return load
-
-
-def _read_trainer_state(folder: Path) -> dict[str, Any]:
-    path = folder / TRAINER_STATE
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no complete checkpoint: no {TRAINER_STATE} in it")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    if state["format"] != _FORMAT:
-        raise ValueError(f"{path} has format {state['format']}; this version reads {_FORMAT}")
-    return state
 
 
 def _load_random_state(folder: Path, models: list[nn.Module], trainer: Mapping[str, Any]) -> bool:

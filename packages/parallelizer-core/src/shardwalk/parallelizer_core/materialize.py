@@ -56,10 +56,9 @@ def materialize(
 ) -> None:
     """Give a model real weights, in place: parameters, buffers, ties.
 
-    Works on parallelized models (before or after the first step) and on plain ones, such as a
-    model that is about to be wrapped by DDP. Parameters keep their identity, dtype, gradient hooks
-    and ``requires_grad``; what is on meta gets memory on the device of its mesh (on the CPU where
-    an offload policy keeps it there). There is no communication.
+    Works on parallelized models and on plain ones, such as one that DDP is about to wrap.
+    Parameters keep identity, dtype, gradient hooks and ``requires_grad``; what is on meta gets
+    memory on the device of its mesh (or where an offload policy keeps it). No communication.
 
     From a ``checkpoint`` each rank reads the blocks it holds. Files may differ from the model in
     names and layout (the model's attribute ``state_dict_adapter``, see `StateDictAdapter`) and in

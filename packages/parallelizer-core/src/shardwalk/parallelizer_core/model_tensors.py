@@ -69,7 +69,8 @@ def state_tensors(models: Sequence[nn.Module]) -> list[ModelTensor]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds; writing to it writes to the tensor."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
 
 
 def local_index(tensor: Tensor) -> tuple[slice, ...]:

@@ -1,0 +1,96 @@
+"""What a checkpoint holds besides tensors of the model and the optimizer: plain data."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwalk.parallelizer_core.dcp_source import TRAINER_STATE
+from shardwalk.parallelizer_core.model_sequences import shared_mesh_context
+from shardwalk.parallelizer_core.model_tensors import state_tensors
+from shardwalk.parallelizer_core.random_state import random_layout
+
+_FORMAT = 1
+
+
+class Stateful(Protocol):
+    """Anything with a state dict of plain data, such as a learning-rate scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain data."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take a state of `state_dict`."""
+        ...
+
+
+def trainer_state(
+    models: Sequence[nn.Module],
+    optimizer_state: dict[str, Any] | None,
+    scheduler: Stateful | None,
+    step: int | None,
+    extra: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What is no tensor of the model or the optimizer, checked to be plain data.
+
+    Raises:
+        TypeError: naming the part that is not.
+    """
+    state = {
+        "format": _FORMAT,
+        "step": step,
+        "extra": dict(extra or {}),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "optimizer": None if optimizer_state is None else _optimizer_scalars(optimizer_state),
+        "ties": [entry.names for entry in state_tensors(models) if len(entry.names) > 1],
+        "random": {
+            "layout": random_layout(shared_mesh_context(models)),
+            "seed": torch.initial_seed(),
+        },
+    }
+    for name, value in state.items():
+        _check_plain(name, value)
+    return state
+
+
+def _check_plain(name: str, value: object) -> None:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"{name} of a checkpoint must be plain data (numbers, strings, tensors, and lists, "
+            f"tuples and dicts of these): {error}"
+        ) from error
+
+
+def _optimizer_scalars(state: dict[str, Any]) -> dict[str, Any]:
+    scalars = {
+        name: {key: value for key, value in entry.items() if not isinstance(value, Tensor)}
+        for name, entry in state["state"].items()
+    }
+    return {"param_groups": state["param_groups"], "scalars": scalars}
+
+
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """Load it without running anything it may hold.
+
+    Raises:
+        FileNotFoundError: when the folder holds no complete checkpoint.
+        ValueError: for a format of another version.
+    """
+    path = folder / TRAINER_STATE
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no complete checkpoint: no {TRAINER_STATE} in it")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if state["format"] != _FORMAT:
+        raise ValueError(f"{path} has format {state['format']}; this version reads {_FORMAT}")
+    return state
