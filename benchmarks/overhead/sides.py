@@ -41,7 +41,7 @@ class Variant:
     dim: int = 256
     heads: int = 8
     ffn: int = 704
-    layers: int = 8
+    layers: int = 6
     rows: int = 2
     length: int = 64
 
