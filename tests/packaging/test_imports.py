@@ -106,7 +106,7 @@ import torch.distributed.fsdp
 
 def torch_compat(package: Package) -> list[Path]:
     """The one place for private torch: these files beside the package's __init__.py."""
-    return list(package.source.glob("_torch_compat*.py"))
+    return list(package.source.glob("_torch_compat.py"))
 
 
 @each_package

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwalk.mesh import FSDP2Config, MeshContext
-from shardwalk.parallelizer_core._torch_compat_state import fsdp_units, sync_flags_of
+from shardwalk.parallelizer_core._torch_compat import sync_flags_of
 from shardwalk.parallelizer_core.gradient_sync import no_sync, sync_gradients_on_last
-from shardwalk.parallelizer_core.parallel_state import record_mesh_context
+from shardwalk.parallelizer_core.parallel_state import fsdp_units, record_mesh_context
 from shardwalk.parallelizer_core.testing import run_on_ranks
 
 MICRO_BATCHES = 3

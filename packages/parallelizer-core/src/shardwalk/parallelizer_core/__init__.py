@@ -1,5 +1,10 @@
 """Model-owned parallelization: the sidecar contract, the dense walk and what training needs."""
 
+from shardwalk.parallelizer_core.checkpoint import (
+    LoadedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from shardwalk.parallelizer_core.fsdp2.dtype_units import fully_shard_by_dtype
 from shardwalk.parallelizer_core.fsdp2.unit_order import check_unit_order
 from shardwalk.parallelizer_core.fsdp2.unit_table import UnitInfo, describe_units
@@ -17,12 +22,29 @@ from shardwalk.parallelizer_core.model_parallelizer import (
     parallelize_model,
     register_parallelizer,
 )
+from shardwalk.parallelizer_core.non_persistent_buffers import ComputesBuffers
+from shardwalk.parallelizer_core.optimizer_state import (
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+)
 from shardwalk.parallelizer_core.parallelizer import ModelParallelizer
 from shardwalk.parallelizer_core.protocols import FinalizesParallelization
+from shardwalk.parallelizer_core.state_dict_adapter import (
+    RenamingAdapter,
+    StateDictAdapter,
+    read_concatenated,
+)
+from shardwalk.parallelizer_core.state_dicts import load_model_state_dict, model_state_dict
+from shardwalk.parallelizer_core.state_mismatch import StateMismatchError
 
 __all__ = [
+    "ComputesBuffers",
     "FinalizesParallelization",
+    "LoadedCheckpoint",
     "ModelParallelizer",
+    "RenamingAdapter",
+    "StateDictAdapter",
+    "StateMismatchError",
     "TokenNormalizer",
     "UnitInfo",
     "check_unit_order",
@@ -32,9 +54,16 @@ __all__ = [
     "fully_shard_by_dtype",
     "get_model_parallelizer",
     "get_total_norm",
+    "load_checkpoint",
+    "load_model_state_dict",
+    "load_optimizer_state_dict",
     "materialize",
+    "model_state_dict",
     "no_sync",
+    "optimizer_state_dict",
     "parallelize_model",
+    "read_concatenated",
     "register_parallelizer",
+    "save_checkpoint",
     "sync_gradients_on_last",
 ]

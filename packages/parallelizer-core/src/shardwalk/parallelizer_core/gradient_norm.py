@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardwalk.mesh import MeshContext
-from shardwalk.parallelizer_core._torch_compat_state import foreach_norms, foreach_scale_
+from shardwalk.parallelizer_core._torch_compat import foreach_norms, foreach_scale_
 from shardwalk.parallelizer_core.model_sequences import (
     Models,
     as_models,

@@ -11,13 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwalk.mesh import FSDP2Config
-from shardwalk.parallelizer_core._torch_compat_state import (
-    fsdp_units,
+from shardwalk.parallelizer_core._torch_compat import (
     restore_sync_flags,
     sync_flags_of,
 )
 from shardwalk.parallelizer_core.model_sequences import Models, as_models
-from shardwalk.parallelizer_core.parallel_state import mesh_context_of
+from shardwalk.parallelizer_core.parallel_state import fsdp_units, mesh_context_of
 
 _MicroBatch = TypeVar("_MicroBatch")
 

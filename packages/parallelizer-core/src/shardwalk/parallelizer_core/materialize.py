@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwalk.parallelizer_core._torch_compat_state import (
+from shardwalk.parallelizer_core._torch_compat import (
     move_hooks,
     offloaded_parameters,
 )

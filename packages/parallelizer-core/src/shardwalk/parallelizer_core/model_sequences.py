@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from shardwalk.mesh import MeshContext
-from shardwalk.parallelizer_core._torch_compat_state import fsdp_units
-from shardwalk.parallelizer_core.parallel_state import mesh_context_of
+from shardwalk.parallelizer_core.parallel_state import fsdp_units, mesh_context_of
 
 Models = nn.Module | Sequence[nn.Module]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwalk.parallelizer_core._torch_compat_state import is_persistent_buffer
+from shardwalk.parallelizer_core._torch_compat import is_persistent_buffer
 from shardwalk.parallelizer_core.parallel_state import unwrap_model
 
 # What wrappers of torch (activation checkpointing, compile) put between a module and its child.

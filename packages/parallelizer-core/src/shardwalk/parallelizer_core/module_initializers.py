@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwalk.parallelizer_core._torch_compat_state import RecordWrites
+from shardwalk.parallelizer_core._torch_compat import RecordWrites
 from shardwalk.parallelizer_core.initialization import (
     has_unset_values,
     named_seed,

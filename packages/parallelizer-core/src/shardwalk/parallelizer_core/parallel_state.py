@@ -1,4 +1,4 @@
-"""What `parallelize_model` remembers of a model: the context it was given.
+"""What `parallelize_model` made of a model: its context, its units, the module inside a wrapper.
 
 The registry holds its models weakly, so a model that goes out of scope takes its entry along, and
 the model itself gains no attribute that a deep copy or a pickle would trip over.
@@ -6,9 +6,11 @@ the model itself gains no attribute that a deep copy or a pickle would trip over
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwalk.mesh import MeshContext
@@ -32,3 +34,10 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         inner: nn.Module = model.module
         return inner
     return model
+
+
+def fsdp_units(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every FSDP2 unit of a model, children after their parents."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield module

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from shardwalk.parallelizer_core.parallel_state import fsdp_units
 
 
 def chain_prefetch(blocks: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:
@@ -14,7 +15,7 @@ def chain_prefetch(blocks: Sequence[nn.Module], forward_depth: int, backward_dep
     A block stands for all units in it, the outermost first. Depth 0 leaves torch's own order in
     place.
     """
-    units = [_units_of(block) for block in blocks]
+    units = [list(fsdp_units(block)) for block in blocks]
     for index, own in enumerate(units):
         if not own:
             continue
@@ -28,7 +29,3 @@ def chain_prefetch(blocks: Sequence[nn.Module], forward_depth: int, backward_dep
             own[0].set_modules_to_forward_prefetch(ahead)
         if backward_depth:
             own[0].set_modules_to_backward_prefetch(behind)
-
-
-def _units_of(block: nn.Module) -> list[FSDPModule]:
-    return [module for module in block.modules() if isinstance(module, FSDPModule)]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardwalk.parallelizer_core._torch_compat import unit_reduces_gradients
+from shardwalk.parallelizer_core._torch_compat import sync_flags_of
 
 
 def replicate_parameters(
@@ -33,7 +33,8 @@ def _averaging_hook(unit: nn.Module, mesh: DeviceMesh) -> Callable[[torch.Tensor
 
     def average(parameter: torch.Tensor) -> None:
         assert isinstance(unit, FSDPModule)
-        if parameter.grad is None or not unit_reduces_gradients(unit):
+        reduces = all(reduce_grads for reduce_grads, _ in sync_flags_of(unit))
+        if parameter.grad is None or not reduces:
             return
         # Averaging what was averaged before changes nothing, so the sum of the micro-batches may be
         # reduced whole.

@@ -15,6 +15,7 @@ from shardwalk.parallelizer_core._torch_compat import (
     forget_interrupted_forward,
     forward_was_interrupted,
 )
+from shardwalk.parallelizer_core.parallel_state import fsdp_units
 
 _watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -33,9 +34,8 @@ def watch_root(root: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
 
 def reshard_all(root: nn.Module) -> None:
     """Reshard every unit in `root`; a unit that is sharded stays as it is."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for unit in fsdp_units(root):
+        unit.reshard()
 
 
 def _after_forward(mp_policy: MixedPrecisionPolicy) -> Any:

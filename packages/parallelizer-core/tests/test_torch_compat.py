@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from shardwalk.parallelizer_core import _torch_compat_state as compat
+from shardwalk.parallelizer_core import _torch_compat as compat
 from shardwalk.parallelizer_core.testing import run_on_ranks
 
 
