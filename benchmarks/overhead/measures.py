@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,20 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class SideReport:
-    """One side on one rank; `seconds` has one entry per timed step, `loss` is the last."""
+    """One side on one rank.
+
+    Attributes:
+        traffic: of one step.
+        peak_bytes: peak memory of one step.
+        seconds: wall time of each timed step.
+        cpu_seconds: CPU time of all threads of this rank in each timed step.
+        loss: after the last of them.
+    """
 
     traffic: Traffic
     peak_bytes: int
     seconds: list[float]
+    cpu_seconds: list[float]
     loss: float
 
 
@@ -68,6 +77,7 @@ def traffic_of(trainer: Trainer) -> Traffic:
 
 def peak_bytes_of(trainer: Trainer) -> int:
     """The peak memory of the next step by torch's tracker: weights, optimizer and all."""
+    gc.collect()
     tracker = FSDPMemTracker(trainer.model, trainer.optimizer)
     tracker.track_inputs(tuple(trainer.batch.values()))
     with tracker:
@@ -88,43 +98,44 @@ def measure_tables(variant: Variant) -> dict[str, SideReport]:
 
 
 def _measure(
-    variant: Variant, sides: dict[str, Callable[[Variant], nn.Module]], steps: int
+    variant: Variant, sides: Mapping[str, Callable[[Variant], nn.Module]], steps: int
 ) -> dict[str, SideReport]:
     trainers = {name: Trainer(variant, shard) for name, shard in sides.items()}
     for trainer in trainers.values():
         for _ in range(_WARM_UP):
             trainer.step()
     traffic = {name: traffic_of(trainer) for name, trainer in trainers.items()}
-    seconds = _interleaved(trainers, steps)
+    times = _interleaved(trainers, steps)
     losses = {name: trainer.step().item() for name, trainer in trainers.items()}
     return {
         name: SideReport(
             traffic=traffic[name],
             peak_bytes=peak_bytes_of(trainer),  # the last of all: it replaces torch's hooks
-            seconds=seconds[name],
+            seconds=[wall for wall, _ in times[name]],
+            cpu_seconds=[cpu for _, cpu in times[name]],
             loss=losses[name],
         )
         for name, trainer in trainers.items()
     }
 
 
-def _interleaved(trainers: dict[str, Trainer], steps: int) -> dict[str, list[float]]:
-    """Steps of all sides in turn; every other round goes backwards."""
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+def _interleaved(trainers: dict[str, Trainer], steps: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU seconds of steps of all sides in turn; every other round goes backwards."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
     gc.collect()
     gc.disable()
     try:
         for index in range(steps):
             for name in list(trainers)[:: 1 if index % 2 else -1]:
-                seconds[name].append(_timed(trainers[name]))
+                times[name].append(_timed(trainers[name]))
     finally:
         gc.enable()
-    return seconds
+    return times
 
 
-def _timed(trainer: Trainer) -> float:
+def _timed(trainer: Trainer) -> tuple[float, float]:
     dist.barrier()
-    start = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     trainer.step()
     dist.barrier()
-    return time.perf_counter() - start
+    return time.perf_counter() - wall, time.process_time() - cpu

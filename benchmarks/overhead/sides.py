@@ -129,7 +129,7 @@ class Trainer:
     def step(self) -> Tensor:
         """Forward, backward and update; the loss of this rank."""
         loss = causal_token_losses(self.model, self.batch).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
