@@ -123,3 +123,23 @@ def test_a_forward_whose_hooks_run_in_another_order_is_no_failed_one():
     """torch's memory tracker puts its own post-forward hooks behind ours, and leaves them there."""
     for before, during, after in run_on_ranks(2, train_around_a_tracker):
         assert before == during == after
+
+
+def frozen_model_left_gathered():
+    model = sharded().requires_grad_(False)
+    model(ids())
+    left = plain_parameters(model)
+    inputs = torch.ones(2, 4, requires_grad=True)
+    dense = sharded(Dense).requires_grad_(False)
+    dense(inputs).sum().backward()
+    return left, plain_parameters(dense), inputs.grad
+
+
+def test_a_frozen_model_is_sharded_after_its_forward():
+    """B70: no backward would do it, although gradients are enabled."""
+    torch.manual_seed(7)
+    inputs = torch.ones(2, 4, requires_grad=True)
+    Dense()(inputs).sum().backward()
+    for left, left_after_backward, grad in run_on_ranks(2, frozen_model_left_gathered):
+        assert left == left_after_backward == []
+        torch.testing.assert_close(grad, inputs.grad)

@@ -13,7 +13,7 @@ from shardwalk.parallelizer_core.testing import run_on_ranks
 
 def test_fused_norms_and_scaling() -> None:
     tensors = [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)]
-    norms = compat.foreach_norms(tensors, 1.0)
+    norms = compat.foreach_norms(tensors, 1.0, torch.float32)
     assert [(norm.item(), norm.dtype) for norm in norms] == [
         (6.0, torch.float32),
         (4.0, torch.float32),

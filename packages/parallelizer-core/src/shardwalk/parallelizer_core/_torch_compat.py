@@ -140,12 +140,12 @@ def restore_sync_flags(module: FSDPModule, flags: Sequence[tuple[bool, bool]]) -
         group.all_reduce_grads = all_reduce_grads
 
 
-def foreach_norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """The fp32 norm of each tensor in one fused call per device (2.13.0 spells it privately).
+def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each tensor, in `dtype`, in one fused call (2.13.0 spells it privately).
 
     The tensors share one device and dtype and none is empty.
     """
-    return list(torch._foreach_norm(list(tensors), norm_type, dtype=torch.float32))
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
 
 
 def foreach_scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -196,9 +196,9 @@ def _without_partial_sums(gradient: Tensor) -> Tensor:
 
 
 def _norms_of_pieces(tensors: Sequence[Tensor], order: float) -> Tensor:
-    """The fp32 norms of pieces that together make up the tensors."""
+    """The norms, fp32 or wider, of pieces that together make up the tensors."""
     if tensors[0].device.type != "cpu":
-        return torch.stack(foreach_norms(tensors, order))
+        return torch.stack(foreach_norms(tensors, order, _norm_dtype(tensors[0])))
     return torch.cat([_row_norms(rows, order) for tensor in tensors for rows in _rows(tensor)])
 
 
@@ -212,8 +212,13 @@ def _rows(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _row_norms(rows: Tensor, order: float) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, order, dim=1, dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(rows, order, dim=1, dtype=_norm_dtype(rows))
     return norms
+
+
+def _norm_dtype(tensor: Tensor) -> torch.dtype:
+    """float32 for anything narrower: a norm cannot be taken in less than its input has."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _local_gradients(models: Sequence[nn.Module]) -> list[Tensor]:

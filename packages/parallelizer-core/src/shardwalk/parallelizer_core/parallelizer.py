@@ -22,6 +22,7 @@ from shardwalk.parallelizer_core.fsdp2.options import apply_arguments
 from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions, walk_dense
 from shardwalk.parallelizer_core.plugins import expert_parallel_provider
 from shardwalk.parallelizer_core.refusals import refuse_apply_options
+from shardwalk.parallelizer_core.start_values import check_equal_start
 
 
 class ModelParallelizer:
@@ -112,7 +113,10 @@ class ModelParallelizer:
         Raises:
             MissingExpertParallelError: (an ImportError) none is installed; it says what to install.
         """
-        return expert_parallel_provider()(model, mesh_context, self)
+        provider = expert_parallel_provider()
+        if mesh_context.device_mesh is not None:
+            check_equal_start(model, mesh_context.device_mesh)
+        return provider(model, mesh_context, self)
 
     def _apply_unsharded(self, model: nn.Module, mesh_context: MeshContext) -> nn.Module:
         """Apply the dense path over a mesh of one data-parallel rank.

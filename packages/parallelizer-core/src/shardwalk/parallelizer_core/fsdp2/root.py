@@ -21,7 +21,7 @@ _watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def watch_root(root: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
-    """Leave `root` resharded after a forward without gradients and after one that failed.
+    """Leave `root` resharded after a forward that no backward follows, and after a failed one.
 
     torch keeps the root's weights gathered after a forward, for the backward to come. Where none
     comes, weights changed in the meantime (an EMA swap, a weight sync) would not be the ones the
@@ -47,10 +47,15 @@ def _after_forward(mp_policy: MixedPrecisionPolicy) -> Any:
         if error is not None and forward_was_interrupted(root):
             forget_interrupted_forward(root)
             _explain_dtype_error(error, mp_policy, args, kwargs)
-        elif not torch.is_grad_enabled():
+        elif not _leads_to_a_backward(output):
             reshard_all(root)
 
     return hook
+
+
+def _leads_to_a_backward(output: Any) -> bool:
+    """Whether gradients may flow back: not where they are disabled, nor if all is frozen."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in _tensors([output]))
 
 
 def _explain_dtype_error(

@@ -1,0 +1,54 @@
+"""Ranks that start from different weights are refused, wherever the difference is."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from walk_toys import Decoder, context
+
+from shardwalk.parallelizer_core import parallelize_model
+from shardwalk.parallelizer_core.testing import run_on_ranks
+
+
+class WithBuffer(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.bool))
+        self.narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.scalar = nn.Parameter(torch.ones(()))
+
+
+def starts_with(changed, odd_rank, dp_replicate_size=None):
+    torch.manual_seed(7)
+    model = WithBuffer()
+    if dist.get_rank() == odd_rank:
+        tensor = {**dict(model.named_parameters()), **dict(model.named_buffers())}[changed]
+        with torch.no_grad():
+            tensor.copy_(tensor + 1)
+    with pytest.raises(ValueError, match="has other values on ranks") as error:
+        parallelize_model(model, context(dp_replicate_size=dp_replicate_size))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("changed", ["steps", "narrow", "scalar", "layers.2.up.weight"])
+def test_one_different_tensor_is_named_on_every_rank(changed):
+    for message in run_on_ranks(2, starts_with, changed, 1):
+        assert message.startswith(f"{changed} has other values on ranks [1] ")
+
+
+def test_replicas_are_compared_too():
+    for message in run_on_ranks(4, starts_with, "head.weight", 2, 2):
+        assert message.startswith("head.weight has other values on ranks [2] ")
+
+
+def seeds_differ():
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(ValueError, match=r"embed.weight .* materialize"):
+        parallelize_model(Decoder(), context())
+    with torch.device("meta"):
+        model = Decoder()
+    parallelize_model(model, context())
+
+
+def test_seeds_that_differ_are_seen_at_once_and_meta_models_have_no_values_yet():
+    run_on_ranks(2, seeds_differ)
