@@ -24,10 +24,8 @@ def launch(ranks: int, function: Callable[..., Result], *args: object) -> list[R
     and the program too, with the first error.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
-    # Else glibc returns every large buffer to the kernel, which clears the next one: a fifth of a
-    # step's time.
-    for setting in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-        os.environ.setdefault(setting, str(2**40))
+    # Freed buffers go back to the kernel; in glibc's heap, holes between them double the peak.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
