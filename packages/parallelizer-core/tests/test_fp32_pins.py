@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwalk.parallelizer_core.fsdp2.fp32_pins import is_pinned, pin_fp32_parameters
+from shardwalk.parallelizer_core.fp32_pins import is_pinned, pin_fp32_parameters
 
 
 class Block(nn.Module):
@@ -49,7 +49,16 @@ def test_pins_of_an_inner_module_are_relative_to_it():
 
 
 def test_a_pin_may_name_a_buffer():
-    assert pinned(Model(["bias"]))  # every module's bias, buffers among them
+    assert pinned(Model(["bias"])) == [
+        f"layers.{i}.{linear}.bias" for i in (0, 1) for linear in ("gate", "gated")
+    ]
+    model = Model(["0.bias"])
+    model.layers[0].bias = model.layers[0].bias.bfloat16()
+    with pytest.raises(ValueError, match=r"layers\.0\.bias is pinned to float32"):
+        pin_fp32_parameters(model)
+    model = Model(["0.bias"], device="meta").to(torch.bfloat16)
+    assert pinned(model) == []
+    assert model.layers[0].bias.dtype == torch.float32
 
 
 @pytest.mark.parametrize("pin", ["gat", "router", "layers.5"])

@@ -140,6 +140,42 @@ def _mesh():
     return get_fsdp_dp_mesh(context().device_mesh)
 
 
+class EndsInBias(nn.Module):
+    """Blocks and root end in a biased linear, on [rows, length, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(2)
+        )
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        out = self.head(x)
+        out *= 2
+        return {"nested": out}
+
+
+def units_that_end_in_a_bias():
+    torch.manual_seed(7)
+    model = parallelize_model(EndsInBias(), context())
+    model(torch.ones(2, 3, 4))["nested"].square().sum().backward()
+    hooks = sum(len(m._forward_hooks) for m in model.modules() if type(m) is nn.Linear)
+    return full_gradients(model), hooks
+
+
+def test_no_unit_returns_a_view_of_a_linear():
+    torch.manual_seed(7)
+    reference = EndsInBias()
+    reference(torch.ones(2, 3, 4))["nested"].square().sum().backward()
+    for grads, hooks in run_on_ranks(2, units_that_end_in_a_bias):
+        assert hooks == 3
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_the_output_of_a_linear_unit_is_no_view():
     with pytest.raises(RankError, match="returned a view tensor"):
         run_on_ranks(2, linear_in_a_unit_returns_a_view, False)

@@ -20,7 +20,7 @@ from shardwalk.parallelizer_core import (
     compile_parallelized_model,
     parallelize_model,
 )
-from shardwalk.parallelizer_core.testing import run_on_ranks
+from shardwalk.parallelizer_core.testing import cached, run_on_ranks
 from shardwalk.parallelizer_core.testing.collectives import CountCollectives
 
 
@@ -105,6 +105,24 @@ def twice():
 
 def test_a_parallelized_model_is_refused():
     run_on_ranks(2, twice)
+
+
+def split_by_hand(strategy):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = cached("tp by hand", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    model = Decoder()
+    parallelize_module(model.layers[1], mesh, {"up": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"layers\.1\.up\.weight is a DTensor over tp already"):
+        parallelize_model(
+            model, MeshContext.from_meshes(context().device_mesh, strategy_config=strategy)
+        )
+
+
+@pytest.mark.parametrize("strategy", [FSDP2Config(), DDPConfig()])
+def test_a_model_split_by_hand_is_refused(strategy):
+    run_on_ranks(2, split_by_hand, strategy)
 
 
 def test_arguments_of_the_wrong_kind_name_what_was_given():

@@ -1,7 +1,7 @@
 """Every touch of a private torch API in this package, and the guards for faults of torch itself.
 
-Read in torch 2.13.0; the attributes used have the same names in 2.11 and 2.12 unless a function
-says otherwise. Guards override methods on the units that shardwalk makes, never on torch's classes.
+Read in torch 2.13.0 and run in 2.11.0 too; where that differs, the function says so. Guards
+override methods on the units that shardwalk makes, never on torch's classes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwalk.parallelizer_core.parallel_state import fsdp_units
@@ -27,7 +29,7 @@ __all__ = [
     "is_persistent_buffer",
     "move_hooks",
     "offloaded_parameters",
-    "own_linear_output",
+    "own_linear_outputs",
     "param_groups_of",
     "restore_sync_flags",
     "sync_flags_of",
@@ -48,18 +50,56 @@ def forward_was_interrupted(root: FSDPModule) -> bool:
 
 
 def forget_interrupted_forward(root: FSDPModule) -> None:
-    """Bring `root` and its units back to where a forward can start."""
-    root.reset_iter_state()
+    """Bring `root` and its units back to where a forward can start.
+
+    torch 2.13 has this as a method; 2.11 has the same state under the same names.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state = _state(root)
+    if state._device.type != "cpu":
+        torch.accelerator.synchronize(state._device)  # before buffers in flight are let go
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+    for unit_state in state._state_ctx.all_states:
+        unit_state._modules_to_run_forward.clear()
+        unit_state._training_state = TrainingState.IDLE
+        for group in _groups_of(unit_state):
+            _forget_iteration(group)
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
 
 
-def own_linear_output(module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook for `nn.Linear`: the same values as a tensor that is not a view.
+def _forget_iteration(group: Any) -> None:
+    """Drop what a group keeps while an iteration is under way, as of torch 2.11."""
+    gathered = group._all_gather_result
+    if gathered is not None and isinstance(gathered.all_gather_work, dist.Work):
+        gathered.all_gather_work.wait()
+    group._all_gather_result = group._partial_reduce_output = group._all_reduce_state = None
+    group._post_reduce_event = group._reshard_after_forward_event = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+    group._to_sharded()
+
+
+def own_linear_outputs(module: nn.Module) -> None:
+    """Let every biased `nn.Linear` outside the units of `module` return a tensor of its own.
 
     With a bias and more than two input dimensions, torch 2.13 returns a view of a matrix that
-    nobody else holds; an in-place op on it would drop the hook FSDP2 puts on the output, and FSDP2
-    warns of that.
+    nobody else holds. Where such an output leaves a unit, FSDP2 warns of it: an in-place op on a
+    view drops the hook that gathers the weights for the backward.
     """
-    if isinstance(output, torch.Tensor) and output._is_view():
+    is_biased = isinstance(module, nn.Linear) and module.bias is not None
+    if is_biased and _own_output not in module._forward_hooks.values():
+        module.register_forward_hook(_own_output)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            own_linear_outputs(child)
+
+
+def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, Tensor) and output._is_view():
         return torch.ops.aten._unsafe_view.default(output, output.shape)
     return output
 
@@ -117,7 +157,8 @@ def _align_gradient_dtypes(group: Any) -> None:
             continue
         param.to_accumulated_grad_if_needed()
         unused = param.unsharded_accumulated_grad is None and param._unsharded_param.grad is None
-        if unused and group.reduce_scatter_unused_params and param._unsharded_param.requires_grad:
+        keeps_unused = getattr(group, "reduce_scatter_unused_params", False)  # not in torch 2.11
+        if unused and keeps_unused and param._unsharded_param.requires_grad:
             param.unsharded_accumulated_grad = torch.zeros_like(
                 param._unsharded_param, dtype=param.reduce_dtype
             )
@@ -125,7 +166,14 @@ def _align_gradient_dtypes(group: Any) -> None:
 
 def param_groups_of(module: FSDPModule) -> list[Any]:
     """The parameter groups of one FSDP2 unit (2.13.0; there is no public way to read them)."""
-    return list(_state(module)._fsdp_param_groups)
+    return _groups_of(_state(module))
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The parameter groups in the state of a unit; in torch 2.11 it has one or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def sync_flags_of(module: FSDPModule) -> list[tuple[bool, bool]]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwalk.mesh import DDPConfig, MeshContext, get_flat_mesh
+from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
 
 _PREFIX = "module."
 
@@ -22,9 +23,11 @@ def wrap_ddp(
     The state dict of the wrapper has the keys of `model`, and loads them.
 
     Raises:
-        ValueError: the model has parameters on the meta device, or none to train.
+        ValueError: the model has parameters on the meta device, or none to train, or keeps what
+            it pins to fp32 in a narrower dtype.
     """
     _refuse_ddp_model(model)
+    pin_fp32_parameters(model)
     assert mesh_context.device_mesh is not None
     mesh = get_flat_mesh(mesh_context.device_mesh, "dp")
     device = _device(mesh.device_type)

@@ -21,6 +21,7 @@ from shardwalk.parallelizer_core.checkpoint_reading import (
 )
 from shardwalk.parallelizer_core.checkpoint_source import ReaderSource
 from shardwalk.parallelizer_core.dcp_source import DCPSource
+from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
 from shardwalk.parallelizer_core.initialization import FunctionSource, InitFunction
 from shardwalk.parallelizer_core.model_sequences import (
     Models,
@@ -31,7 +32,7 @@ from shardwalk.parallelizer_core.model_sequences import (
 from shardwalk.parallelizer_core.model_tensors import ModelTensor, model_tensors, write_full
 from shardwalk.parallelizer_core.module_initializers import ModuleInitializers, ModuleSource
 from shardwalk.parallelizer_core.non_persistent_buffers import rebuild_buffers
-from shardwalk.parallelizer_core.parallel_state import unwrap_model
+from shardwalk.parallelizer_core.parallel_state import fsdp_units, unwrap_model
 from shardwalk.parallelizer_core.state_dict_adapter import SAME_NAMES, StateDictAdapter
 
 Checkpoint = str | Path | CheckpointReader
@@ -91,6 +92,9 @@ def materialize(
     models = as_models(model_or_models)
     _check_options(checkpoint, init, ignore)
     reshard(models)
+    for model in models:
+        if next(fsdp_units(model), None) is None:  # units were made with the pins in place
+            pin_fp32_parameters(model)
     entries = model_tensors(models)
     _check_containers(models, entries)
     initializers = ModuleInitializers(models, seed)

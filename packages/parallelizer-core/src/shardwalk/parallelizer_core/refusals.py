@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwalk.mesh import (
@@ -130,7 +131,7 @@ def refuse_model(model: nn.Module) -> None:
     """Refuse a model that was parallelized before, by shardwalk or by hand.
 
     Raises:
-        ValueError: names the module that is wrapped already.
+        ValueError: names the module that is wrapped, or the parameter that is split, already.
         TypeError: `model` is no module.
     """
     if not isinstance(model, nn.Module):
@@ -141,4 +142,11 @@ def refuse_model(model: nn.Module) -> None:
                 f"{name or 'the model'} is parallelized already ({type(module).__name__}); pass "
                 f"the model as it "
                 f"was built, once"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            axes = ", ".join(parameter.device_mesh.mesh_dim_names or ("an unnamed axis",))
+            raise ValueError(
+                f"{name} is a DTensor over {axes} already; pass the model with plain parameters, "
+                f"and leave every split to parallelize_model"
             )

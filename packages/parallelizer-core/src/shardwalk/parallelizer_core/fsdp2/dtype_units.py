@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardwalk.parallelizer_core._torch_compat import own_linear_output
-from shardwalk.parallelizer_core.fsdp2.fp32_pins import is_pinned
+from shardwalk.parallelizer_core._torch_compat import own_linear_outputs
+from shardwalk.parallelizer_core.fp32_pins import is_pinned
 from shardwalk.parallelizer_core.fsdp2.policies import pinned_policy
 from shardwalk.parallelizer_core.fsdp2.replicated_parameters import replicate_parameters
 
@@ -61,8 +61,7 @@ def shard_unit(module: nn.Module, door: Door, **kwargs: Any) -> nn.Module:
         return fully_shard_by_dtype(module, door, **kwargs)
     if unit is not None and unit.pinned:
         kwargs["mp_policy"] = pinned_policy(policy, unit.compute)
-    if isinstance(module, nn.Linear):
-        module.register_forward_hook(own_linear_output)
+    own_linear_outputs(module)
     fully_shard(module, **kwargs)
     return module
 

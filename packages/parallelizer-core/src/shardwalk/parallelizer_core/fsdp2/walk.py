@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 from shardwalk.mesh.policies import default_mp_policy
 from shardwalk.parallelizer_core._torch_compat import guard_fsdp_units
-from shardwalk.parallelizer_core.fsdp2.fp32_pins import pin_fp32_parameters
+from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
 from shardwalk.parallelizer_core.fsdp2.policies import inner_policy
 from shardwalk.parallelizer_core.fsdp2.prefetch import chain_prefetch
 from shardwalk.parallelizer_core.fsdp2.root import watch_root

@@ -50,11 +50,7 @@ class CountCollectives(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Count the call if it is a collective, and carry it out."""
-        namespace, _, name = (
-            func.__module__.rpartition(".")[2],
-            None,
-            func.__name__.partition(".")[0],
-        )
+        namespace, name = func.__module__.rpartition(".")[2], func.__name__.partition(".")[0]
         if namespace in _NAMESPACES and name not in _NO_COLLECTIVE:
             self.calls[name] += 1
             self.bytes[name] += sum(t.numel() * t.element_size() for t in _inputs(name, args))
@@ -63,13 +59,7 @@ class CountCollectives(TorchDispatchMode):
 
 def _inputs(name: str, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     """The tensors a rank sends: the second argument where the first one is the output."""
-    first_is_output = name.endswith("_base_") or name in (
-        "allgather_",
-        "reduce_scatter_",
-        "alltoall_",
-        "alltoall_base_",
-    )
-    yield from _tensors(args[1] if first_is_output else args[0])
+    yield from _tensors(args[1] if name in _OUTPUT_FIRST else args[0])
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

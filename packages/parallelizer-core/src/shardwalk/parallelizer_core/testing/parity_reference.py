@@ -59,9 +59,9 @@ def build_model(case: ParityCase, start: Start | None) -> nn.Module:
 def give_weights(model: nn.Module, case: ParityCase, start: Start | None, folder: str) -> None:
     """End a meta start of either side: weights by the case's init or from the checkpoint."""
     if start == "init":
-        materialize(model, init=case.init)
+        materialize(model, init=case.init, device=rank_device())
     elif start == "checkpoint":
-        materialize(model, checkpoint=checkpoint_folder(folder))
+        materialize(model, checkpoint=checkpoint_folder(folder), device=rank_device())
 
 
 def _train(case: ParityCase, training: Training, index: int) -> Record:

@@ -22,20 +22,22 @@ _pinned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def pin_fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Mark every parameter that `model` pins to fp32, and return them by name.
 
-    A pinned parameter on the meta device becomes fp32 (no value is lost there).
+    A pinned parameter or buffer on the meta device becomes fp32 (no value is lost there).
 
     Raises:
         ValueError: a pinned name matches nothing in its module, or real pinned weights are stored
             in a narrower dtype, so that their low bits are gone already.
     """
-    found: dict[str, nn.Parameter] = {}
+    found: dict[str, torch.Tensor] = {}
     for prefix, owner in model.named_modules():
         for pin in _pins_of(owner):
             found.update(_matches(prefix, owner, pin))
-    for name, parameter in found.items():
-        _widen(name, parameter)
+    for name, tensor in found.items():
+        _widen(name, tensor)
+    parameters = {n: tensor for n, tensor in found.items() if isinstance(tensor, nn.Parameter)}
+    for parameter in parameters.values():
         _pinned[parameter] = True
-    return found
+    return parameters
 
 
 def is_pinned(parameter: nn.Parameter) -> bool:
@@ -48,7 +50,7 @@ def _pins_of(module: nn.Module) -> Iterator[str]:
     return iter((names,) if isinstance(names, str) else names or ())
 
 
-def _matches(prefix: str, owner: nn.Module, pin: str) -> Iterator[tuple[str, nn.Parameter]]:
+def _matches(prefix: str, owner: nn.Module, pin: str) -> Iterator[tuple[str, torch.Tensor]]:
     if not _names_something(owner, pin):
         raise ValueError(
             f"{PIN_ATTRIBUTE} of {type(owner).__name__} pins {pin!r}, which names no module, "
@@ -56,9 +58,9 @@ def _matches(prefix: str, owner: nn.Module, pin: str) -> Iterator[tuple[str, nn.
             f"buffer in it; correct the name, or remove it from the list of this model"
         )
     dot = f"{prefix}." if prefix else ""
-    for name, parameter in owner.named_parameters():
-        if _has_segments(name, pin) and parameter.is_floating_point():
-            yield f"{dot}{name}", parameter
+    for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+        if _has_segments(name, pin) and tensor.is_floating_point():
+            yield f"{dot}{name}", tensor
 
 
 def _names_something(owner: nn.Module, pin: str) -> bool:
@@ -72,14 +74,14 @@ def _has_segments(name: str, pin: str) -> bool:
     return f".{pin}." in f".{name}."
 
 
-def _widen(name: str, parameter: nn.Parameter) -> None:
-    if parameter.dtype in (torch.float32, torch.float64):
+def _widen(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype in (torch.float32, torch.float64):
         return
-    if not parameter.is_meta:
+    if not tensor.is_meta:
         raise ValueError(
-            f"{name} is pinned to float32 ({PIN_ATTRIBUTE}) but stored in {parameter.dtype}: its "
+            f"{name} is pinned to float32 ({PIN_ATTRIBUTE}) but stored in {tensor.dtype}: its "
             f"low bits are "
             f"lost; build the model in float32 or load it on the meta device, or call .float() on "
             f"that module"
         )
-    parameter.data = parameter.data.float()
+    tensor.data = tensor.data.float()
