@@ -134,7 +134,7 @@ def clip_narrow(kind: str, dtype: torch.dtype) -> tuple[float, float, set[torch.
     return before, after, {p.grad.dtype for p in model.parameters()}, kept == now
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("kind", "world"), [("fsdp", 2), ("hsdp", 4)])
 def test_the_stored_gradient_is_what_gets_smaller(
     kind: str, world: int, dtype: torch.dtype

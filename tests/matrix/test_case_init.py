@@ -94,3 +94,23 @@ def test_ddp_starts_from_the_first_ranks_weights() -> None:
     """B10: replicas built from a seed of their own are made equal."""
     first, second = run_on_ranks(2, ddp_from_other_weights)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def from_other_weights(kind: str, meta: bool) -> str:
+    torch.manual_seed(dist.get_rank())
+    model = TinyDecoder()
+    if not meta:
+        with pytest.raises(ValueError, match="embed.weight") as error:
+            parallel(model, kind)
+        return str(error.value)
+    parallel(on_meta(TinyDecoder), kind)
+    return "meta"
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 2), ("hsdp", 4), ("hsdp", 2)])
+def test_real_weights_that_differ_over_the_ranks_are_refused(
+    kind: str, world: int, meta: bool
+) -> None:
+    """B10: neither replicas that stay different nor a model whose halves come from two models."""
+    assert len(set(run_on_ranks(world, from_other_weights, kind, meta))) == 1

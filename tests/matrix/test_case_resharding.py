@@ -108,6 +108,19 @@ def test_nothing_stays_gathered(make: Any, kind: str, world: int, reshard: bool 
         assert left == {name: [] for name in left}
 
 
+def frozen_model(make: Any, kind: str) -> list[str]:
+    model = parallel(seeded(make).requires_grad_(False), kind)
+    logits_of(model, tokens())
+    return gathered(model)
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_frozen_model_is_sharded_after_a_forward(make: Any, kind: str, world: int) -> None:
+    """B70: no backward will reshard it, although gradients are enabled."""
+    assert run_on_ranks(world, frozen_model, make, kind) == [[]] * world
+
+
 def changed_in_between(make: Any) -> tuple[Tensor, Tensor]:
     """The second of two eval forwards uses the weights as they are then."""
     model = parallel(seeded(make))
