@@ -205,9 +205,12 @@ def tests(session: nox.Session, name: str) -> None:
 
 @nox.session(requires=["base"])
 def matrix(session: nox.Session) -> None:
-    """Run the parity tables that cross packages, over gloo; `-- --widest` runs the widest too."""
+    """Run the parity tables that cross packages, over gloo, and the examples on a tiny model.
+
+    `-- --widest` runs the widest tables too.
+    """
     install(session, *group("matrix"), *editable(PACKAGES.values()))
-    pytest(session, "tests/matrix", *session.posargs)
+    pytest(session, "tests/matrix", "tests/examples", *session.posargs)
 
 
 @nox.session(requires=["base"], reuse_venv=False)
@@ -234,12 +237,6 @@ def demo(session: nox.Session) -> None:
     """Fine-tune a real pretrained model on gloo ranks and compare with one process."""
     install(session, *group("demo"), *editable(PACKAGES.values()), bare=group("demo-weights"))
     session.run("python", "examples/finetune.py", *session.posargs)
-
-
-@nox.session(default=False, venv_backend="none", requires=["base"])
-def smoke(session: nox.Session) -> None:
-    """Run the demo on a tiny model, in the demo's own venv."""
-    session.notify("demo", ["--model", "tiny"])
 
 
 @nox.session(default=False, requires=["base"])
