@@ -152,6 +152,38 @@ def test_bits_that_are_lost_already_are_not_widened_silently() -> None:
     assert len(set(run_on_ranks(2, narrow_real_weights))) == 1
 
 
+class Corrected(nn.Module):
+    """A pinned buffer, as the correction bias of a router is one."""
+
+    _keep_in_fp32_modules_strict = ("correction",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("correction", torch.full((4,), 1 + 2**-12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.correction
+
+
+def corrected(kind: str, path: Path) -> Tensor:
+    model = parallel(on_meta(Corrected).to(torch.bfloat16), kind, mp_policy=BF16)
+    materialize(model, checkpoint=path)
+    with pytest.raises(ValueError, match="correction is pinned to float32"):
+        parallel(Corrected().to(torch.bfloat16), kind, mp_policy=BF16)
+    return model.correction.clone()
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 1), ("fsdp", 2), ("hsdp", 4)])
+def test_a_pinned_buffer_keeps_its_bits(kind: str, world: int, tmp_path: Path) -> None:
+    """B09: loaded into a bf16 model from meta; real values that are narrow already are refused."""
+    source = Corrected()
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    for found in run_on_ranks(world, corrected, kind, tmp_path):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, source.correction)
+
+
 class Mixed(nn.Module):
     """An fp32 norm, bf16 linears, an fp32 scalar, and a frozen matrix of another dtype."""
 

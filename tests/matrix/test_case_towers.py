@@ -10,10 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from shardwalk.parallelizer_core import check_unit_order, sync_gradients_on_last
-from shardwalk.parallelizer_core.testing import TinyDecoder, run_on_ranks
+from shardwalk.parallelizer_core.testing import TinyDecoder, cached, run_on_ranks
 from tests.matrix.case_models import (
     assert_equal,
     context,
@@ -228,3 +234,20 @@ def refused_under_ddp() -> None:
 def test_checkpointing_under_ddp_is_refused_by_name() -> None:
     """B59, P11: it comes with a later version, and is not ignored until then."""
     run_on_ranks(2, refused_under_ddp)
+
+
+def split_by_hand(kind: str) -> str:
+    model = seeded(TinyDecoder)
+    mesh = cached("split by hand", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+    with pytest.raises(ValueError, match=r"layers\.0\.gate\.weight.*tp") as error:
+        parallel(model, kind)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_a_model_that_was_split_by_hand_is_refused(kind: str) -> None:
+    """B59: naming the parameter and the axis, before anything is touched."""
+    assert len(set(run_on_ranks(2, split_by_hand, kind))) == 1
