@@ -71,19 +71,10 @@ def stepped(model: nn.Module, make: Optimizer, values: dict[str, Tensor]) -> dic
 
 def updates(kind: str) -> dict[str, dict[str, Tensor]]:
     values = given_gradients(seeded(Odd))
-    found = {}
-    for name, make in OPTIMIZERS.items():
-        mixes = kind == "ddp" or not ("foreach" in name or "fused" in name)
-        found[name] = stepped(parallel(seeded(Odd if mixes else NoScalar), kind), make, values)
-    return found
-
-
-class NoScalar(Odd):
-    """A scalar stays plain beside shards, and torch's foreach steps take no mixture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scalar = nn.Parameter(torch.full((1,), 2.0))
+    return {
+        name: stepped(parallel(seeded(Odd), kind), make, values)
+        for name, make in OPTIMIZERS.items()
+    }
 
 
 @pytest.mark.parametrize(

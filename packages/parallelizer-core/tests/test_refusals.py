@@ -191,7 +191,7 @@ def scalar_only():
     rank = torch.distributed.get_rank()
     model = parallelize_model(Scalar(), context())
     model(torch.tensor(float(rank + 1))).backward()
-    return model.scale.grad.item()
+    return model.scale.grad.to_local().item()
 
 
 def test_a_model_of_one_scalar_trains_with_the_mean_gradient():

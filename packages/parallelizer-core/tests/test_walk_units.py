@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from walk_toys import BF16, Block, Decoder, context, full_gradients, ids, sharded, unit_names
+from walk_toys import BF16, FULL, Block, Decoder, context, full_gradients, ids, sharded, unit_names
 
 from shardwalk.parallelizer_core import ModelParallelizer, describe_units, parallelize_model
 from shardwalk.parallelizer_core.fsdp2.walk import reshards_after_forward
@@ -310,7 +310,7 @@ def bare_gradient_on_different_data(micro_batches):
             else ids(8, 5)[dist.get_rank() * 4 :][:4]
         )
         (model(rows).square().sum() / 8).backward()
-    return model.layers[1].A_log.grad
+    return model.layers[1].A_log.grad.to_local()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -320,6 +320,56 @@ def test_the_gradient_of_a_bare_pinned_parameter_is_the_mean_over_ranks(micro_ba
     (reference(ids(8, 5)).square().sum() / 16).backward()
     for grad in run_on_ranks(2, bare_gradient_on_different_data, micro_batches):
         torch.testing.assert_close(grad, reference.layers[1].A_log.grad, rtol=1e-5, atol=1e-7)
+
+
+class Listed(Block):
+    """Bare parameters in a list that is never called, one of them used twice, one a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(()), torch.full((6,), 0.5)])
+        self.again = self.scales[1]
+
+    def forward(self, x):
+        return super().forward(x) * self.scales[0] * self.scales[1] + self.again
+
+
+class ListedModel(Decoder):
+    _keep_in_fp32_modules_strict = ("scales",)
+
+    def __init__(self) -> None:
+        super().__init__(block=Listed, blocks=2)
+
+
+def steps_with(optimizer, options):
+    model = sharded(ListedModel, options={"mp_policy": {**FULL}})
+    step = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, **options)
+    for _ in range(2):
+        model(ids()).square().mean().backward()
+        step.step()
+        step.zero_grad()
+    tied = model.layers[0].again is model.layers[0].scales[1]
+    return tied, {name: p.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [("AdamW", {"foreach": True}), ("AdamW", {"fused": True}), ("SGD", {"foreach": True})],
+)
+def test_optimizers_step_sharded_and_replicated_parameters_together(optimizer, options):
+    """B51: a fused step takes no mixture of plain tensors and DTensors."""
+    torch.manual_seed(7)
+    reference = ListedModel()
+    step = getattr(torch.optim, optimizer)(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        reference(ids()).square().mean().backward()
+        step.step()
+        step.zero_grad()
+    for tied, weights in run_on_ranks(2, steps_with, optimizer, options):
+        assert tied
+        assert list(weights) == [name for name, _ in reference.named_parameters()]
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(weights[name], parameter.data, rtol=1e-4, atol=1e-4)
 
 
 class Door(ModelParallelizer):
