@@ -134,6 +134,12 @@ def test_arguments_of_the_wrong_kind_name_what_was_given():
         parallelize_model({}, MeshContext())
 
 
+@pytest.mark.parametrize("model", [nn.ModuleList([Decoder()]), nn.ModuleDict({"a": Decoder()})])
+def test_a_container_that_nobody_calls_is_refused(model):
+    with pytest.raises(ValueError, match=r"Module(List|Dict) has no forward"):
+        parallelize_model(model, MeshContext())
+
+
 def test_a_strategy_without_a_mesh_is_refused_and_a_bare_context_shards_nothing():
     with pytest.raises(ValueError, match="strategy_config=FSDP2Config needs a mesh"):
         parallelize_model(Decoder(), MeshContext(strategy_config=FSDP2Config()))

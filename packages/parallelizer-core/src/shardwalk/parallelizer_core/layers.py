@@ -47,6 +47,11 @@ def frozen_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called: lists and dicts of modules cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _stacks_below(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[BlockStack]:
     for child_name, child in module.named_children():
         path = _join(name, child_name)
@@ -64,7 +69,7 @@ def _stacks_of(name: str, container: nn.Module, seen: set[nn.Module]) -> Iterato
         path = _join(name, child_name)
         if _is_stack(child):
             nested.extend(_stacks_of(path, child, seen))
-        elif not _has_forward(child):
+        elif not has_forward(child):
             nested.extend(_stacks_below(path, child, seen))
         elif child not in seen and _has_parameters(child):
             seen.add(child)
@@ -78,7 +83,7 @@ def _join(name: str, child_name: str) -> str:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    if isinstance(module, _CONTAINERS) and not _has_forward(module):
+    if isinstance(module, _CONTAINERS) and not has_forward(module):
         return True
     return type(module) is nn.Sequential and _repeats_a_block(module)
 
@@ -87,10 +92,6 @@ def _repeats_a_block(sequential: nn.Sequential) -> bool:
     """Two or more composite children of one class: a stack of layers, not one small function."""
     composite = [child for child in sequential if any(True for _ in child.children())]
     return len(composite) > 1 and len({type(child) for child in composite}) == 1
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from shardwalk.mesh import (
     MeshContext,
     MultimodalVisionConfig,
 )
+from shardwalk.parallelizer_core.layers import has_forward
 
 _LATER = "is not in this version of shardwalk-parallelizer-core"
 
@@ -131,11 +132,17 @@ def refuse_model(model: nn.Module) -> None:
     """Refuse a model that was parallelized before, by shardwalk or by hand.
 
     Raises:
-        ValueError: names the module that is wrapped, or the parameter that is split, already.
+        ValueError: names the module that is wrapped, or the parameter that is split, already; the
+            model is a list or dict that nobody calls.
         TypeError: `model` is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and not has_forward(model):
+        raise ValueError(
+            f"{type(model).__name__} has no forward to gather the weights for; pass the module "
+            f"that runs what it holds, or parallelize its elements one by one"
+        )
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule | DistributedDataParallel):
             raise ValueError(

@@ -20,6 +20,7 @@ from shardwalk.parallelizer_core._torch_compat import own_linear_outputs
 from shardwalk.parallelizer_core.fp32_pins import is_pinned
 from shardwalk.parallelizer_core.fsdp2.policies import pinned_policy
 from shardwalk.parallelizer_core.fsdp2.replicated_parameters import replicate_parameters
+from shardwalk.parallelizer_core.layers import has_forward
 
 Door = Callable[..., nn.Module]
 
@@ -70,7 +71,7 @@ def fully_shard_by_dtype(module: nn.Module, door: Door, **kwargs: Any) -> nn.Mod
     """Split `module` into units of one dtype each: what differs first, then the rest.
 
     The rest has the dtypes that most elements have. A parameter that differs and sits bare beside
-    others in its module (or has no dimension to shard) stays a plain tensor, equal on every rank,
+    others in its module (or has no dimension to shard) stays whole, equal on every rank,
     and its gradient is averaged by a hook.
 
     Args:
@@ -144,15 +145,11 @@ def _parts(
         unit = _prevailing((kind, 1) for kind in kinds)
         assert unit is not None
         is_part = not unit.fits(rest) and all(kind.fits(unit) for kind in kinds)
-        if is_part and _can_be_unit(child) and all(p.ndim for p in own):
+        if is_part and has_forward(child) and all(p.ndim for p in own):
             found.append(child)
         elif any(not kind.fits(rest) for kind in kinds):
             found.extend(_parts(child, rest, policy, ignored))
     return list(dict.fromkeys(found))
-
-
-def _can_be_unit(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def _scalars(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
