@@ -39,9 +39,9 @@ def print_units(console: Console, model: nn.Module) -> None:
         table.add_column(heading, justify="right" if numbers else "left", no_wrap=True)
     for _, equal in groupby(units, key=_without_number):
         same = list(equal)
-        table.add_row(_name(same), *_cells(same, same[0].mesh, "/".join(same[0].dtypes)))
+        table.add_row(_name(same), *_cells(same, same[0].mesh or "whole on every rank"))
     table.add_section()
-    table.add_row(f"all {len(units)} units", *_cells(units, "", ""))
+    table.add_row("together", *_cells(units, ""))
     console.print(table)
 
 
@@ -55,10 +55,11 @@ def _name(units: list[UnitInfo]) -> str:
     return first if len(units) == 1 else f"{first}..{last.rpartition('.')[2]}"
 
 
-def _cells(units: list[UnitInfo], mesh: str, dtype: str) -> tuple[str, str, str, str]:
+def _cells(units: list[UnitInfo], mesh: str) -> tuple[str, str, str, str]:
     parameters = sum(unit.parameters for unit in units)
     size = sum(unit.bytes_per_rank for unit in units)
-    return f"{parameters:,}", dtype, mesh, f"{size / 1e6:,.1f}"
+    dtypes = "/".join(sorted({dtype for unit in units for dtype in unit.dtypes}))
+    return f"{parameters:,}", dtypes, mesh, f"{size / 1e6:,.1f}"
 
 
 class StepProgress:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-QUICK = ["--model", "tiny", "--steps", "1", "--length", "16"]
+QUICK = ["--model", "tiny", "--steps", "1", "--length", "400"]  # paragraphs of unequal length
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from shardwalk.parallelizer_core.testing import run_on_ranks
 
 README = Path(__file__).parents[2] / "README.md"
@@ -14,6 +16,7 @@ def run_example(code: str) -> None:
     exec(compile(code, "README.md", "exec"), {})
 
 
+@pytest.mark.slow
 def test_the_example_runs_on_two_ranks() -> None:
     [code] = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     lines = [line for line in code.splitlines() if line.strip()]
