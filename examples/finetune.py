@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import tyro
 from data import IGNORED, Batch, micro_batches, samples
 from launch import launch
@@ -96,8 +95,7 @@ def train_step(
     norm = clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    dist.all_reduce(total, dist.ReduceOp.AVG)
-    return total.item(), norm.item(), normalizer.global_tokens
+    return normalizer.global_loss(total).item(), norm.item(), normalizer.global_tokens
 
 
 def main() -> None:

@@ -63,15 +63,14 @@ def step(sharding: str) -> tuple[dict[str, Tensor], float, int]:
     }[sharding]()
     rank, ranks = toys.data_rank(sharding)
     mine = data(ranks)[rank]
+    total = torch.zeros(())
     model = toys.SHARDINGS[sharding](toys.toy())
     normalizer = TokenNormalizer(mesh_context, [(y != -100).sum() for _, y in mine])
-    total = 0.0
     for x, y in sync_gradients_on_last(model, mine):
         loss = normalizer(toys.token_losses(model, x, y))
         loss.backward()
-        total += loss.item() / ranks
-    mean = torch.tensor(total / (dist.get_world_size() // ranks))
-    dist.all_reduce(mean)
+        total += loss.detach()
+    mean = normalizer.global_loss(total)
     return toys.whole_gradients(model), mean.item(), normalizer.global_tokens
 
 

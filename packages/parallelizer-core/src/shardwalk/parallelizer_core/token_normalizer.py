@@ -49,7 +49,7 @@ class TokenNormalizer:
     scale: float
 
     def __init__(self, mesh_context: MeshContext, valid_token_counts: TokenCounts) -> None:
-        mesh = _data_mesh(mesh_context)
+        mesh = self._mesh = _data_mesh(mesh_context)
         error: Exception | None = None
         count = 0
         try:
@@ -80,6 +80,20 @@ class TokenNormalizer:
             raise TypeError(f"token_losses must be floating point, got {token_losses.dtype}")
         wide = torch.promote_types(token_losses.dtype, torch.float32)
         return token_losses.sum(dtype=wide) * self.scale
+
+    def global_loss(self, loss: Tensor) -> Tensor:
+        """The loss of the whole step, the same on every rank: what to log.
+
+        Args:
+            loss: the sum of this rank's losses over its micro-batches, a scalar tensor.
+
+        Returns:
+            The mean over all valid tokens of all ranks, detached; one all-reduce over dp x cp.
+        """
+        total = loss.detach().clone()
+        if self._mesh is not None and self._mesh.size() > 1:
+            dist.all_reduce(total, dist.ReduceOp.AVG, group=self._mesh.get_group())
+        return total
 
 
 def _data_mesh(mesh_context: MeshContext) -> DeviceMesh | None:
