@@ -187,3 +187,59 @@ def test_without_deferring_every_micro_batch_reduces() -> None:
 def test_any_number_of_micro_batches(count: int) -> None:
     items = list(range(count))
     assert list(sync_gradients_on_last(nn.Linear(2, 2), iter(items))) == items
+
+
+def abandon(model: nn.Module, sharding: str, how: str) -> None:
+    """Begin an accumulation and leave it in one of the ways there are."""
+    batches = micro_batches(sharding)
+    if how == "no_sync":
+        with contextlib.suppress(KeyError), no_sync(model):
+            toys.mean_loss(model, *batches[0]).backward()
+            raise KeyError
+        return
+    with contextlib.suppress(KeyError):
+        for index, (x, y) in enumerate(sync_gradients_on_last(model, batches)):
+            if how == "exception in the last" and index == MICRO_BATCHES - 1:
+                raise KeyError
+            toys.mean_loss(model, x, y).backward()
+            if how == "break":
+                break
+
+
+def step_after(sharding: str, how: str, bf16: bool) -> dict[str, Tensor]:
+    model = toys.SHARDINGS[sharding](toys.toy(), **({"mp_policy": toys.BF16} if bf16 else {}))
+    if how == "partly reduced":
+        for unit in fsdp_units(model):
+            unit.set_requires_all_reduce(False, recurse=False)
+    if how != "nothing":
+        abandon(model, sharding, "break" if how == "partly reduced" else how)
+    if how == "partly reduced":
+        toys.mean_loss(model, *micro_batches(sharding)[0]).backward()
+        abandon(model, sharding, "break")
+        for unit in fsdp_units(model):
+            unit.set_requires_all_reduce(True, recurse=False)
+    model.zero_grad()
+    toys.mean_loss(model, *micro_batches(sharding)[2]).backward()
+    return toys.whole_gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "world", "bf16"),
+    [("fsdp", 2, False), ("fsdp", 2, True), ("ddp", 2, False), ("hsdp", 4, False)],
+)
+def test_an_abandoned_accumulation_leaves_nothing_behind(
+    sharding: str, world: int, bf16: bool
+) -> None:
+    """The step after a break or an exception has the gradients of its own micro-batch alone."""
+    ways = ["break", "exception in the last", "no_sync"]
+    ways += ["partly reduced"] if sharding == "hsdp" else []
+    expected = run_on_ranks(world, step_after, sharding, "nothing", bf16)[0]
+    for how in ways:
+        for gradients in run_on_ranks(world, step_after, sharding, how, bf16):
+            for name, gradient in expected.items():
+                assert torch.equal(gradients[name], gradient), (how, name)
+
+
+def test_enabled_must_be_a_bool() -> None:
+    with pytest.raises(TypeError, match="enabled must be True or False, got 'no'"):
+        no_sync(nn.Linear(2, 2), enabled="no").__enter__()  # type: ignore[arg-type]

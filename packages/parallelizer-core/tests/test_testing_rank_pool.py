@@ -97,6 +97,13 @@ def random_number() -> float:
     return torch.rand(()).item()
 
 
+def modes() -> tuple[bool, torch.dtype]:
+    found = torch.is_grad_enabled(), torch.get_default_dtype()
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    return found
+
+
 def unpicklable() -> Any:
     return lambda: None
 
@@ -143,6 +150,11 @@ def test_the_shared_pool_keeps_its_ranks_and_their_cache() -> None:
 def test_runs_start_from_the_same_seed() -> None:
     numbers = run_on_ranks(2, random_number) + run_on_ranks(2, random_number)
     assert len(set(numbers)) == 1
+
+
+def test_runs_start_with_gradients_and_in_float32() -> None:
+    """What one run switched off stays off in that run."""
+    assert [run_on_ranks(2, modes) for _ in range(2)] == [[(True, torch.float32)] * 2] * 2
 
 
 def test_what_ranks_print_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import state_toys as toys
 import torch
@@ -125,7 +127,7 @@ def test_cp_ranks_count_as_data_ranks() -> None:
 def bad_on_rank_1(count: object) -> str:
     try:
         TokenNormalizer(context(), count if dist.get_rank() else 3)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -138,6 +140,10 @@ def bad_on_rank_1(count: object) -> str:
         (2.0, "TypeError: valid_token_counts must be integers (for a mask, pass mask.sum())"),
         (torch.tensor([True]), "TypeError: valid_token_counts must be integers"),
         ("3", "TypeError: valid_token_counts must be integers"),
+        (2**63, "ValueError: valid_token_counts must be at most 2305843009213693952 per rank"),
+        (2**61 + 1, "ValueError: valid_token_counts must be at most 2305843009213693952"),
+        (torch.tensor([2**62] * 4), "ValueError: valid_token_counts must be at most"),
+        (torch.ones(2, dtype=torch.int64, device="meta"), "NotImplementedError"),
     ],
 )
 def test_a_bad_count_on_one_rank_raises_on_all(count: object, message: str) -> None:
@@ -156,3 +162,11 @@ def test_without_a_mesh() -> None:
     assert normalizer(torch.empty(0)).item() == 0.0
     with pytest.raises(TypeError, match="token_losses must be floating point"):
         normalizer(torch.tensor([1]))
+    with pytest.raises(TypeError, match="token_losses must be a tensor, got a float"):
+        normalizer(1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [DistributedSetup(mesh_context=MeshContext()), None])
+def test_a_context_that_is_none(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"pass the \.mesh_context of the DistributedSetup"):
+        TokenNormalizer(given, 1)

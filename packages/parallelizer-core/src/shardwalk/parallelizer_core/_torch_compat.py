@@ -21,6 +21,7 @@ from shardwalk.parallelizer_core.parallel_state import fsdp_units
 __all__ = [
     "RecordWrites",
     "TorchDispatchMode",
+    "drop_unreduced_gradients",
     "foreach_norms",
     "foreach_scale_",
     "forget_interrupted_forward",
@@ -186,6 +187,19 @@ def restore_sync_flags(module: FSDPModule, flags: Sequence[tuple[bool, bool]]) -
     for group, (reduce_grads, all_reduce_grads) in zip(param_groups_of(module), flags, strict=True):
         group.reduce_grads = reduce_grads
         group.all_reduce_grads = all_reduce_grads
+
+
+def drop_unreduced_gradients(module: FSDPModule) -> None:
+    """Forget what backwards without sync left in the unit for a later reduction (2.13.0).
+
+    ``zero_grad`` does not reach these gradients: they are kept beside the parameters.
+    """
+    for group in param_groups_of(module):
+        group._partial_reduce_output = None
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
 
 
 def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:

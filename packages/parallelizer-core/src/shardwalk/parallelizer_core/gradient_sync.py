@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwalk.mesh import FSDP2Config
 from shardwalk.parallelizer_core._torch_compat import (
+    drop_unreduced_gradients,
     restore_sync_flags,
     sync_flags_of,
 )
@@ -33,17 +34,30 @@ def no_sync(model_or_models: Models, *, enabled: bool = True) -> Iterator[None]:
     ``defer_fsdp_grad_sync=False`` reduces after every micro-batch all the same: the numbers are
     equal, memory is lower, traffic higher.
 
-    On exit, by an exception too, every flag is what it was on entry, so that contexts nest.
+    On exit, by an exception too, every flag is what it was on entry, so that contexts nest. A
+    normal exit keeps the gradients for the next backward to reduce. An exception discards what
+    FSDP2 units have not reduced yet; other gradients (all of them under DDP) stand in ``.grad``,
+    so call ``zero_grad`` before the next step.
 
     Args:
         model_or_models: the model, or the pipeline stages of this rank.
-        enabled: False makes this do nothing, so that one ``with`` serves all micro-batches.
+        enabled: False leaves the flags alone, so that one ``with`` serves all micro-batches.
+
+    Raises:
+        TypeError: for an `enabled` that is not a bool.
     """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled must be True or False, got {enabled!r}")
+    models = as_models(model_or_models)
     with ExitStack() as stack:
-        for model in as_models(model_or_models) if enabled else []:
+        for model in models if enabled else []:
             if defers_gradient_sync(model):
                 _enter(stack, model)
-        yield
+        try:
+            yield
+        except BaseException:  # GeneratorExit included: a loop over micro-batches was left
+            _drop_unreduced(models)
+            raise
 
 
 def sync_gradients_on_last(
@@ -59,8 +73,9 @@ def sync_gradients_on_last(
             clip_grad_norm_(model, 1.0)
             optimizer.step()
 
-    Works on any iterable; it is read one micro-batch ahead. Leaving the loop early restores the
-    flags too.
+    Works on any iterable; it is read one micro-batch ahead. Leaving the loop early, by ``break`` or
+    an exception, restores the flags too and discards the micro-batches so far: FSDP2's unreduced
+    gradients at once, all others (those of DDP) with the ``zero_grad`` that must follow.
     """
     models = as_models(model_or_models)
     remaining = iter(micro_batches)
@@ -87,6 +102,12 @@ def _enter(stack: ExitStack, model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and not _records_its_graph(module):
             stack.enter_context(module.no_sync())
+
+
+def _drop_unreduced(models: list[nn.Module]) -> None:
+    for model in models:
+        for unit in fsdp_units(model):
+            drop_unreduced_gradients(unit)
 
 
 def _records_its_graph(wrapper: DistributedDataParallel) -> bool:

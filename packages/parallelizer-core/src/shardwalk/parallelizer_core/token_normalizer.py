@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwalk.mesh import MeshContext, get_flat_mesh
 
+_MOST_TOKENS = 2**62  # over all ranks: half of what an int64 holds
+
 TokenCounts = int | Tensor | Sequence["int | Tensor"]
 
 
@@ -32,8 +34,10 @@ class TokenNormalizer:
         scale: N / `global_tokens`, a float; 0 when no rank has a valid token.
 
     Raises:
-        TypeError, ValueError: for a count that is not an integer or is negative; the other ranks
-            raise a ValueError as well, for none of them can go on alone.
+        TypeError: for a `mesh_context` that is none, or a count that is not an integer.
+        ValueError: for a count that is negative, or too large for the ranks' sum to be an int64.
+            Whatever a rank raises while it counts, the other ranks raise a ValueError as well, for
+            none of them can go on alone.
 
     Example:
         ::
@@ -50,11 +54,12 @@ class TokenNormalizer:
 
     def __init__(self, mesh_context: MeshContext, valid_token_counts: TokenCounts) -> None:
         mesh = self._mesh = _data_mesh(mesh_context)
+        ranks = 1 if mesh is None else mesh.size()
         error: Exception | None = None
         count = 0
         try:
-            count = sum(_count(entry) for entry in _entries(valid_token_counts))
-        except (TypeError, ValueError) as caught:
+            count = _total(valid_token_counts, ranks)
+        except Exception as caught:
             error = caught  # the peers are about to wait in the all-reduce: join it first
         self.global_tokens, failed_ranks = _sum_over(mesh, [count, int(error is not None)])
         if error is not None:
@@ -63,7 +68,6 @@ class TokenNormalizer:
             raise ValueError(
                 f"{failed_ranks} other rank(s) gave a valid_token_counts that is not allowed"
             )
-        ranks = 1 if mesh is None else mesh.size()
         self.scale = ranks / self.global_tokens if self.global_tokens else 0.0
 
     def __call__(self, token_losses: Tensor) -> Tensor:
@@ -74,8 +78,10 @@ class TokenNormalizer:
                 ``cross_entropy(reduction="none")`` leaves ignored ones), or their sum.
 
         Raises:
-            TypeError: for losses that are not floating point.
+            TypeError: for anything but a floating-point tensor.
         """
+        if not isinstance(token_losses, Tensor):
+            raise TypeError(f"token_losses must be a tensor, got a {type(token_losses).__name__}")
         if not token_losses.is_floating_point():
             raise TypeError(f"token_losses must be floating point, got {token_losses.dtype}")
         wide = torch.promote_types(token_losses.dtype, torch.float32)
@@ -98,9 +104,23 @@ class TokenNormalizer:
 
 def _data_mesh(mesh_context: MeshContext) -> DeviceMesh | None:
     """The ranks of one stage that see different tokens; never tp, whose ranks see the same."""
+    if not isinstance(mesh_context, MeshContext):
+        raise TypeError(
+            f"mesh_context must be a MeshContext, got a {type(mesh_context).__name__}; pass the "
+            ".mesh_context of the DistributedSetup (MeshContext() for one process)"
+        )
     if mesh_context.device_mesh is None:
         return None
     return get_flat_mesh(mesh_context.device_mesh, "dp_cp")
+
+
+def _total(counts: object, ranks: int) -> int:
+    total = sum(_count(entry) for entry in _entries(counts))
+    if total > _MOST_TOKENS // ranks:
+        raise ValueError(
+            f"valid_token_counts must be at most {_MOST_TOKENS // ranks} per rank, got {total}"
+        )
+    return total
 
 
 def _entries(counts: object) -> Sequence[object]:
@@ -112,8 +132,10 @@ def _count(entry: object) -> int:
     if isinstance(entry, Tensor):
         if entry.dtype == torch.bool or entry.is_floating_point() or entry.is_complex():
             raise TypeError(f"{allowed}, got a tensor of {entry.dtype}")
-        smallest = int(entry.min()) if entry.numel() else 0
-        total = int(entry.sum(dtype=torch.int64))
+        counts = entry.detach().to("cpu", torch.int64)  # waits for an accelerator once
+        smallest, largest = (int(v) for v in counts.aminmax()) if counts.numel() else (0, 0)
+        wraps = largest * counts.numel() > _MOST_TOKENS
+        total = sum(counts.flatten().tolist()) if wraps else int(counts.sum())
     elif isinstance(entry, int) and not isinstance(entry, bool):
         smallest = total = entry
     else:

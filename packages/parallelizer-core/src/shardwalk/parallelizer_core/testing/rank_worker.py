@@ -139,6 +139,7 @@ def _init_process_group(rank: int, options: WorkerOptions) -> None:
 
 def _call(data: bytes, rank: int, options: WorkerOptions) -> Any:
     torch.manual_seed(0)
+    torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(options.deterministic)
     with warnings.catch_warnings():
