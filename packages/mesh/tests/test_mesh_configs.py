@@ -132,6 +132,8 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (FSDP2Config, {"mp_policy": {"param_dtype": "bfloat61"}}, "did you mean 'bfloat16'"),
     (FSDP2Config, {"mp_policy": {"param_dtype": "int8"}}, "floating-point"),
     (FSDP2Config, {"mp_policy": {"_target_": "CPUOffloadPolicy"}}, "MixedPrecisionPolicy"),
+    (FSDP2Config, {"mp_policy": {"_target_": "x.MixedPrecisionPolicy"}}, "_target_='x.Mixed"),
+    (FSDP2Config, {"offload_policy": {"_target_": "x.CPUOffloadPolicy"}}, "_target_='x.CPU"),
     (FSDP2Config, {"mp_policy": {"cast_forward_inputs": 1}}, "cast_forward_inputs=1"),
     (FSDP2Config, {"mp_policy": "bf16"}, "MixedPrecisionPolicy, a dict"),
     (FSDP2Config, {"offload_policy": True}, "CPUOffloadPolicy, a dict"),

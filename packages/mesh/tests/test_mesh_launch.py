@@ -143,6 +143,13 @@ def test_incomplete_environments_are_explained(
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("value", [0, -1, 1e-5, 1e8, float("inf"), float("nan")])
+def test_timeouts_that_no_clock_counts_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout_minutes={value}"):
+        initialize_distributed("gloo", timeout_minutes=value)
+    assert not dist.is_initialized()
+
+
 def test_nccl_always_has_gloo_beside_it() -> None:
     """B55: offloaded gradients and CPU tensors need a CPU backend."""
     assert backend_string("nccl") == backend_string("cpu:gloo,cuda:nccl") == "cpu:gloo,cuda:nccl"

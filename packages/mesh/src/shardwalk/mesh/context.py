@@ -1,7 +1,7 @@
 """The runtime context of a parallelized model: meshes and policies."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch.distributed as dist
@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwalk.mesh.axes import MeshAxisName as Axis
 from shardwalk.mesh.checkpointing_modes import (
     ActivationCheckpointingMode,
+    ResolvedActivationCheckpointing,
     merge_activation_checkpointing,
-    normalize_activation_checkpointing,
 )
 from shardwalk.mesh.config import DistributedStrategyConfig, MoEParallelizerConfig
+from shardwalk.mesh.context_checks import check_context_value, check_cp
 from shardwalk.mesh.device_meshes import (
     axis_size,
     build_device_mesh,
@@ -25,7 +26,7 @@ from shardwalk.mesh.members import ensure_process_group, local_group, mesh_membe
 from shardwalk.mesh.process_groups import minutes
 from shardwalk.mesh.sizes import ParallelismSizes
 from shardwalk.mesh.strategies import check_offload, check_strategy, check_strategy_sizes
-from shardwalk.mesh.validation import check_integer, check_positive_number, nearest
+from shardwalk.mesh.validation import check_timeout_minutes, nearest
 
 __all__ = ["MeshContext"]
 
@@ -40,9 +41,13 @@ class MeshContext:
     or in the strategy. ``process_group`` is the group of all ranks of a mesh that leaves some out,
     else None.
 
-    Raises ValueError for unknown axis names, for sizes that the strategy does not support, for two
-    different checkpointing modes, and when ring x Ulysses degree is not ``cp_size``; assignments
-    are checked as well.
+    ``device_mesh`` may have the axes pp, dp, dp_replicate, dp_shard, dp_shard_cp, cp and tp, as far
+    as they do not overlap; ``moe_mesh`` has ep_replicate, ep_shard and ep.
+
+    Raises ValueError for other axes, for sizes that the strategy does not support, for two
+    different checkpointing modes, and when ring x Ulysses degree is not ``cp_size``. Assignments
+    are checked as well: a strategy against the meshes and the mode, and AttributeError for a name
+    that is none of these.
     """
 
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
@@ -56,18 +61,32 @@ class MeshContext:
     cp_ulysses_degree: int | None = None
 
     def __post_init__(self) -> None:
-        check_strategy_sizes(self.strategy_config, self.sizes_by_name())
         check_cp_degrees(self.cp_size, self.cp_ring_degree, self.cp_ulysses_degree)
-        if self.device_mesh is not None and dist.is_initialized():
-            device_type = self.device_mesh.device_type
-            check_offload(self.strategy_config, device_type, dist.get_backend_config())
-        self.activation_checkpointing = merge_activation_checkpointing(
-            mesh_context=self.activation_checkpointing,
-            strategy_config=getattr(self.strategy_config, "activation_checkpointing", False),
-        )
+        self.activation_checkpointing = self._mode_with(self.strategy_config)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, _CHECKS[name](name, value) if name in _CHECKS else value)
+        names = [known.name for known in fields(self)]
+        if name not in names:
+            raise AttributeError(f"MeshContext.{name} cannot be assigned{nearest(name, names)}")
+        value = check_context_value(name, value)
+        # The last field is there once the constructor is through with all of them.
+        if name == "strategy_config" and names[-1] in vars(self):
+            mode = self._mode_with(value)
+            object.__setattr__(self, "activation_checkpointing", mode)
+        object.__setattr__(self, name, value)
+
+    def _mode_with(
+        self, strategy_config: DistributedStrategyConfig | None
+    ) -> ResolvedActivationCheckpointing:
+        """Return the checkpointing mode under this strategy, which must fit the meshes."""
+        check_strategy_sizes(strategy_config, self.sizes_by_name())
+        if self.device_mesh is not None and dist.is_initialized():
+            device_type = self.device_mesh.device_type
+            check_offload(strategy_config, device_type, dist.get_backend_config())
+        return merge_activation_checkpointing(
+            mesh_context=self.activation_checkpointing,
+            strategy_config=getattr(strategy_config, "activation_checkpointing", False),
+        )
 
     @classmethod
     def build(
@@ -98,7 +117,7 @@ class MeshContext:
         sizes = parallelism_sizes or ParallelismSizes()
         if not isinstance(sizes, ParallelismSizes):
             raise TypeError(f"parallelism_sizes={sizes!r} must be ParallelismSizes or None")
-        check_positive_number("timeout_minutes", timeout_minutes, optional=True)
+        check_timeout_minutes(timeout_minutes, optional=True)
         policies: dict[str, Any] = {
             "strategy_config": strategy_config,
             "moe_parallel_config": moe_parallel_config,
@@ -107,7 +126,7 @@ class MeshContext:
         }
         cls(**policies)
         check_strategy_sizes(strategy_config, sizes.to_dict())
-        _check_cp(sizes.cp_size, cp_ring_degree, cp_ulysses_degree)
+        check_cp(sizes.cp_size, cp_ring_degree, cp_ulysses_degree)
         members = mesh_members(world_size, ranks)
         axes = sizes.resolve(len(members))
         ensure_process_group(world_size)
@@ -134,7 +153,7 @@ class MeshContext:
         cp_ring_degree: int = 1,
         cp_ulysses_degree: int | None = None,
     ) -> "MeshContext":
-        """Return the context of meshes that exist; their axes must have names of MeshAxisName."""
+        """Return the context of meshes that exist; their axes are those of the class."""
         return cls(
             device_mesh=device_mesh,
             moe_mesh=moe_mesh,
@@ -251,61 +270,3 @@ class MeshContext:
         names = () if self.device_mesh is None else self.device_mesh.mesh_dim_names or ()
         data = (Axis.DP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.DP_SHARD_CP)
         return tuple(axis for axis in names if axis in data)
-
-
-def _check_mesh(option: str, value: object) -> object:
-    if value is None:
-        return None
-    if not isinstance(value, DeviceMesh):
-        raise TypeError(f"MeshContext.{option}={value!r} must be a DeviceMesh or None")
-    allowed = [str(axis) for axis in Axis]
-    for name in value.mesh_dim_names or ("without a name",):
-        if name not in allowed:
-            raise ValueError(
-                f"MeshContext.{option} has the axis {name!r}, which must be one of "
-                f"{', '.join(allowed)}{nearest(name, allowed)}"
-            )
-    return value
-
-
-def _check_strategy(option: str, value: object) -> object:
-    if value is not None:
-        check_strategy(f"MeshContext.{option}", value)
-    return value
-
-
-def _check_moe_config(option: str, value: object) -> object:
-    if not isinstance(value, MoEParallelizerConfig | None):
-        raise TypeError(f"MeshContext.{option}={value!r} must be a MoEParallelizerConfig or None")
-    return value
-
-
-def _check_callable(option: str, value: object) -> object:
-    if value is not None and not callable(value):
-        raise TypeError(f"MeshContext.{option}={value!r} must be a callable or None")
-    return value
-
-
-def _check_cp(cp_size: int, ring: int, ulysses: int | None) -> None:
-    _check_degree("cp_ring_degree", ring)
-    _check_degree("cp_ulysses_degree", ulysses)
-    check_cp_degrees(cp_size, ring, ulysses)
-
-
-def _check_degree(option: str, value: object) -> object:
-    check_integer(option, value, optional=option == "cp_ulysses_degree")
-    return value
-
-
-_CHECKS: dict[str, Callable[[str, object], object]] = {
-    "device_mesh": _check_mesh,
-    "moe_mesh": _check_mesh,
-    "strategy_config": _check_strategy,
-    "moe_parallel_config": _check_moe_config,
-    "activation_checkpointing": lambda option, value: normalize_activation_checkpointing(
-        value, f"MeshContext.{option}"
-    ),
-    "reapply_trainability": _check_callable,
-    "cp_ring_degree": _check_degree,
-    "cp_ulysses_degree": _check_degree,
-}

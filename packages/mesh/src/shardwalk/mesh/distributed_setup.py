@@ -1,7 +1,7 @@
 """Topology and policies of a run in one object, from forgiving arguments."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwalk.mesh.checkpointing_modes import (
@@ -23,8 +23,10 @@ class DistributedSetup:
     """A mesh context with the policies it was built from.
 
     The strategy, the MoE config and the checkpointing mode are those of ``mesh_context``: what is
-    left out here is taken from there, and what is given only here is put there. Raises ValueError
-    when both are given and differ.
+    left out here is taken from there. With something that is given only here ``mesh_context``
+    becomes a copy which has it, over the same meshes; the context that was given stays as it is.
+    Raises ValueError when both are given and differ, and for a ``pipeline_config`` without pipeline
+    ranks.
     """
 
     mesh_context: MeshContext
@@ -51,9 +53,12 @@ class DistributedSetup:
             name: _agreed(name, getattr(self, name), getattr(context, name))
             for name in ("strategy_config", "moe_parallel_config")
         }
+        _check_pipeline(self.pipeline_config, context.pp_size)
         check_strategy_sizes(agreed["strategy_config"], context.sizes_by_name())
-        for name, value in {**agreed, "activation_checkpointing": mode}.items():
-            setattr(context, name, value)
+        values = {**agreed, "activation_checkpointing": mode}
+        if any(value != getattr(context, name) for name, value in values.items()):
+            object.__setattr__(self, "mesh_context", replace(context, **values))
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -77,6 +82,7 @@ class DistributedSetup:
         sizes = _optional(ParallelismSizes, parallelism_sizes, "parallelism_sizes")
         pipeline = _optional(PipelineConfig, pipeline_config, "pipeline_config")
         moe = _optional(MoEParallelizerConfig, moe_parallel_config, "moe_parallel_config")
+        _check_pipeline(pipeline, 1 if sizes is None else sizes.pp_size)
         context = MeshContext.build(
             strategy_config,
             parallelism_sizes=sizes,
@@ -89,12 +95,20 @@ class DistributedSetup:
         return cls(mesh_context=context, pipeline_config=pipeline)
 
 
+def _check_pipeline(pipeline_config: PipelineConfig | None, pp_size: int) -> None:
+    if pipeline_config is not None and pp_size == 1:
+        raise ValueError(
+            f"pipeline_config={pipeline_config!r} needs pipeline ranks, but pp_size is 1: "
+            "use pp_size > 1, or leave pipeline_config out"
+        )
+
+
 def _agreed(name: str, own: Any, context: Any) -> Any:
     if own is not None and context is not None and own != context:
         raise ValueError(
             f"DistributedSetup.{name}={own!r} differs from that of mesh_context: {context!r}"
         )
-    return context if own is None else own
+    return own if context is None else context
 
 
 def _optional(cls: type, value: Any, option: str) -> Any:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwalk.mesh.validation import check_positive_number, nearest
+from shardwalk.mesh.validation import check_timeout_minutes, nearest
 
 __all__ = [
     "DistInfo",
@@ -62,12 +62,12 @@ def initialize_distributed(backend: str, timeout_minutes: float = 1) -> DistInfo
     groups end at exit, or with ``shutdown_distributed``; signal handlers are left alone. Calling it
     again with the same backend returns the same and changes nothing.
 
-    Raises ValueError for another backend than the running one, an incomplete environment, or a
-    device that is not there.
+    Raises ValueError for another backend than the running one, an incomplete environment, a device
+    that is not there, or a timeout below a millisecond or above 10 million minutes.
     """
     wanted = backend_string(backend)
     name = "nccl" if "nccl" in wanted else "gloo"
-    check_positive_number("timeout_minutes", timeout_minutes)
+    check_timeout_minutes(timeout_minutes)
     if dist.is_initialized():
         _check_running(name)
         return _info(name)

@@ -66,9 +66,8 @@ def parse_offload_policy(option: str, value: object) -> "CPUOffloadPolicy":
 def _options(option: str, given: Mapping[str, Any], cls: type) -> dict[str, Any]:
     options = dict(given)
     target = options.pop("_target_", cls)
-    if target is not cls and str(target).rpartition(".")[2] != cls.__name__:
-        raise ValueError(
-            f"{option}: _target_={target!r} must be torch.distributed.fsdp.{cls.__name__}"
-        )
+    path = f"torch.distributed.fsdp.{cls.__name__}"
+    if target not in (cls, cls.__name__, path):
+        raise ValueError(f"{option}: _target_={target!r} must be {path} or {cls.__name__}")
     unknown_keys(option, options, [field.name for field in dataclasses.fields(cls)])
     return options

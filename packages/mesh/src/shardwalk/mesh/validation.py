@@ -13,6 +13,7 @@ __all__ = [
     "check_choice",
     "check_integer",
     "check_positive_number",
+    "check_timeout_minutes",
     "config_from_mapping",
     "nearest",
     "parse_dtype",
@@ -74,8 +75,20 @@ def check_positive_number(option: str, value: object, *, optional: bool = False)
     allowed = "a number above 0" + (" or None" if optional else "")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{option}={value!r} ({type(value).__name__}) must be {allowed}")
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:
         raise ValueError(f"{option}={value} must be {allowed}")
+
+
+def check_timeout_minutes(value: object, *, optional: bool = False) -> None:
+    """Raise TypeError unless a number, ValueError unless from a millisecond to 10 million minutes.
+
+    Outside of these a timeout becomes zero or does not fit the clocks that count it.
+    """
+    check_positive_number("timeout_minutes", value, optional=optional)
+    if isinstance(value, int | float) and not 1 / 60_000 <= value <= 10_000_000:
+        raise ValueError(
+            f"timeout_minutes={value} must be from 1/60000 (one millisecond) to 10000000"
+        )
 
 
 def check_choice(option: str, value: object, allowed: Iterable[str]) -> None:
