@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +341,115 @@ def test_factored_state_beside_sharded_parameters_is_refused(tmp_path: Path) -> 
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     for message in run_on_ranks(2, load_adafactor, tmp_path):
         assert "head.weight.row_var (shape [33, 1] beside a sharded [33, 6])" in message
+
+
+def caught(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def save_to_own_disk(folder: Path) -> str:
+    own = folder / str(dist.get_rank())
+    return caught(lambda: save_checkpoint(own, toys.fsdp(toys.toy())))
+
+
+def test_a_folder_that_only_one_rank_sees(tmp_path: Path) -> None:
+    for message in run_on_ranks(2, save_to_own_disk, tmp_path):
+        assert message.startswith("RuntimeError: saving failed on rank 1: RuntimeError(")
+
+
+class OddScheduler:
+    def state_dict(self) -> dict[str, Any]:
+        return {"path": Path("x")} if dist.get_rank() == 1 else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def save_odd_on_rank_1(folder: Path) -> list[str]:
+    model = toys.fsdp(toys.toy())
+    extra = {"path": Path("x") if dist.get_rank() == 1 else "x"}
+    return [
+        caught(lambda: save_checkpoint(folder, model, extra=extra)),
+        caught(lambda: save_checkpoint(folder, model, scheduler=OddScheduler())),
+    ]
+
+
+def test_what_is_no_plain_data_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    others, own = run_on_ranks(2, save_odd_on_rank_1, tmp_path)
+    for other, mine, name in zip(others, own, ["extra", "scheduler"], strict=True):
+        assert mine.startswith(f"TypeError: {name} of a checkpoint must be plain data")
+        assert other.startswith("RuntimeError: saving failed on rank 1: TypeError(")
+
+
+def load_damaged(folder: Path) -> tuple[str, bool]:
+    model = toys.fsdp(toys.toy(seed=1))
+    before = model_state_dict(model, full=True)
+    message = caught(lambda: load_checkpoint(folder, model))
+    after = model_state_dict(model, full=True)
+    return message, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_missing_and_short_files_are_named_on_every_rank(tmp_path: Path) -> None:
+    """Nothing is written then, and an ``except Exception`` sees it."""
+    run_on_ranks(2, save_wrapped, tmp_path)
+    *_, last = sorted(tmp_path.glob("*.distcp"))
+    last.write_bytes(last.read_bytes()[:-300])
+    for damage in ("too short", "missing"):
+        for message, untouched in run_on_ranks(2, load_damaged, tmp_path):
+            assert (
+                message == f"RuntimeError: checkpoint {tmp_path} is damaged: {last.name} ({damage})"
+            )
+            assert untouched
+        last.unlink(missing_ok=True)
+
+
+def test_bytes_that_cannot_be_read_name_the_folder(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, toys.toy())
+    (file,) = tmp_path.glob("*.distcp")
+    file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.raises(RuntimeError, match=f"checkpoint {tmp_path} cannot be read"):
+        load_checkpoint(tmp_path, toys.toy())
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize(("saved", "given"), [("AdamW", "SGD"), ("SGD", "AdamW")])
+def test_an_optimizer_of_another_kind_is_refused(
+    saved: str, given: str, stepped: bool, tmp_path: Path
+) -> None:
+    """Moments of Adam tell SGD nothing; the step would fail or quietly start anew."""
+    model = toys.toy()
+    optimizer = OPTIMIZERS[saved](model)
+    if stepped:
+        toys.mean_loss(model, *toys.batch()).backward()
+        optimizer.step()
+    save_checkpoint(tmp_path, model, optimizer)
+    other = toys.toy(seed=1)
+    message = rf"optimizer {saved} \(state: .*\), which {given} cannot go on from"
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path, other, OPTIMIZERS[given](other))
+    assert torch.equal(other.head.weight, toys.toy(seed=1).head.weight)
+    load_checkpoint(tmp_path, other, OPTIMIZERS[saved](other))
+
+
+@pytest.mark.parametrize(("saved", "given"), [("AdamW", "Adam"), ("Adam", "AdamW")])
+def test_adam_and_adamw_are_one_kind(saved: str, given: str, tmp_path: Path) -> None:
+    """Each keeps its own weight decay."""
+    model = toys.toy()
+    optimizer = OPTIMIZERS[saved](model)
+    toys.mean_loss(model, *toys.batch()).backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, model, optimizer)
+    loaded = OPTIMIZERS[given](model)
+    load_checkpoint(tmp_path, model, loaded)
+    assert loaded.param_groups[0]["decoupled_weight_decay"] == (given == "AdamW")
+    assert len(loaded.state) == len(optimizer.state)

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwalk.parallelizer_core.agreed_failure import on_all_ranks
 from shardwalk.parallelizer_core.dcp_source import (
     MODEL_PREFIX,
     TRAINER_STATE,
@@ -46,7 +47,12 @@ from shardwalk.parallelizer_core.random_state import (
 )
 from shardwalk.parallelizer_core.state_dicts import model_state_dict
 from shardwalk.parallelizer_core.state_mismatch import StateMismatch
-from shardwalk.parallelizer_core.trainer_state import Stateful, read_trainer_state, trainer_state
+from shardwalk.parallelizer_core.trainer_state import (
+    Stateful,
+    check_optimizer_kind,
+    read_trainer_state,
+    trainer_state,
+)
 
 _OPTIMIZER_PREFIX = "optimizer.state."
 
@@ -95,23 +101,26 @@ def save_checkpoint(
         process_group: the ranks that hold the model, when these are not all.
 
     Raises:
-        TypeError: for state that is not plain data, which could not be loaded safely.
+        TypeError: for state that is not plain data, which could not be loaded safely; ranks whose
+            own state is fine raise a RuntimeError.
         RuntimeError: on every rank, when writing fails on one.
     """
     models = as_models(model_or_models)
     folder = Path(folder)
-    optimizer_state = None if optimizer is None else optimizer_state_dict(models, optimizer)
-    tensors = {MODEL_PREFIX + name: value for name, value in model_state_dict(models).items()}
-    tensors |= _optimizer_tensors(optimizer_state)
-    _check_tensors(tensors)
-    trainer = trainer_state(models, optimizer_state, scheduler, step, extra)
+
+    def collect() -> tuple[dict[str, Any], dict[str, Any]]:
+        optimizer_state = None if optimizer is None else optimizer_state_dict(models, optimizer)
+        tensors = {MODEL_PREFIX + name: value for name, value in model_state_dict(models).items()}
+        tensors |= _optimizer_tensors(optimizer_state)
+        _check_tensors(tensors)
+        return tensors, trainer_state(models, optimizer, optimizer_state, scheduler, step, extra)
+
+    tensors, trainer = on_all_ranks(collect, process_group)
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-    _on_all_ranks(lambda: _clear_folder(folder, rank), process_group)
-    _on_all_ranks(lambda: _write_random_state(folder), process_group)
-    with nullcontext() if dist.is_initialized() else quiet_alone():
-        alone = not dist.is_initialized()
-        dcp.save(tensors, checkpoint_id=folder, process_group=process_group, no_dist=alone)
-    _on_all_ranks(lambda: _write(folder / TRAINER_STATE, trainer, rank), process_group)
+    on_all_ranks(lambda: _clear_folder(folder, rank), process_group)
+    on_all_ranks(lambda: _write_random_state(folder), process_group)
+    _save_tensors(folder, tensors, process_group)
+    on_all_ranks(lambda: _write(folder / TRAINER_STATE, trainer, rank), process_group)
 
 
 def load_checkpoint(
@@ -125,8 +134,10 @@ def load_checkpoint(
 
     Parameters and moments come back bit for bit, in place. The model must have real weights (a
     model on meta: ``materialize(model, checkpoint=folder)`` first). Each rank reads its own parts;
-    there is no communication. Generators continue where they were when the number of ranks and the
-    sizes of the mesh are the saved ones; else they are seeded from the saved seed and step.
+    there is no communication: files that are missing or cut short are noticed by every rank, a
+    part that only one rank fails to read raises there alone. Generators continue where they were
+    when the number of ranks and the sizes of the mesh are the saved ones; else they are seeded
+    from the saved seed and step.
 
     Args:
         folder: where `save_checkpoint` saved.
@@ -139,7 +150,9 @@ def load_checkpoint(
         FileNotFoundError: when the folder holds no complete checkpoint.
         StateMismatchError: a ValueError listing missing, unexpected and differing names, raised on
             every rank before anything is written.
-        ValueError: for an optimizer or a scheduler when none was saved, or a model on meta.
+        ValueError: for an optimizer or a scheduler when none was saved, an optimizer of another
+            kind than the saved one (Adam and AdamW are one kind), or a model on meta.
+        RuntimeError: for a folder whose files are missing, cut short or not readable.
     """
     models = as_models(model_or_models)
     folder = Path(folder)
@@ -169,6 +182,17 @@ def load_checkpoint(
     )
 
 
+def _save_tensors(
+    folder: Path, tensors: dict[str, Any], process_group: dist.ProcessGroup | None
+) -> None:
+    alone = not dist.is_initialized()
+    try:
+        with quiet_alone() if alone else nullcontext():
+            dcp.save(tensors, checkpoint_id=folder, process_group=process_group, no_dist=alone)
+    except dcp.CheckpointException as error:  # raised on every rank; not an Exception
+        raise RuntimeError(f"saving to {folder} failed: {error}") from error
+
+
 def _check_tensors(tensors: Mapping[str, Any]) -> None:
     others = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if others:
@@ -192,6 +216,12 @@ def _optimizer_loader(
 ) -> Callable[[], None]:
     """Check the saved optimizer against this one; what is returned loads it."""
     saved, parameters = trainer["optimizer"], named_parameters(models, optimizer)
+    kind = trainer.get("optimizer_kind")
+    if kind is not None:
+        check_optimizer_kind(folder, optimizer, kind)
+        if kind["classes"][0] != type(optimizer).__name__:
+            for group in saved["param_groups"]:
+                group.pop("decoupled_weight_decay", None)  # what tells AdamW from Adam
     mismatch = StateMismatch()
     groups = match_groups(models, optimizer, saved["param_groups"], mismatch)
     state: dict[str, dict[str, Any]] = {
@@ -256,19 +286,3 @@ def _write(path: Path, state: Mapping[str, Any], rank: int) -> None:
         part = path.with_suffix(".part")
         torch.save(dict(state), part)
         os.replace(part, path)
-
-
-def _on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Do this rank's work and wait for that of all others; a failure anywhere raises everywhere."""
-    if not dist.is_initialized():
-        work()
-        return
-    failure: str | None = None
-    try:
-        work()
-    except OSError as error:
-        failure = f"rank {dist.get_rank()}: {error!r}"
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
-    if any(failures):
-        raise RuntimeError(f"saving failed on {'; '.join(filter(None, failures))}")

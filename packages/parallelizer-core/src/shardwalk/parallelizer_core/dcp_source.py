@@ -51,9 +51,34 @@ def key_prefix(folder: Path) -> str:
 
 
 def load_alone(state: dict[str, Tensor], folder: Path) -> None:
-    """Fill tensors with their parts of the folder, without any other rank."""
-    with quiet_alone():
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    """Fill tensors with their parts of the folder, without any other rank.
+
+    Raises:
+        RuntimeError: naming the folder, when a part cannot be read.
+    """
+    try:
+        with quiet_alone():
+            dcp.load(state, checkpoint_id=folder, no_dist=True)
+    except dcp.CheckpointException as error:  # no Exception: ``except Exception`` lets it pass
+        raise RuntimeError(f"checkpoint {folder} cannot be read: {error}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Raise a RuntimeError that names every file of a DCP folder that is missing or too short.
+
+    Every rank looks at all files, its own or not, so that all raise alike without communication.
+    """
+    needed: dict[str, int] = {}
+    for part in (dcp.FileSystemReader(folder).read_metadata().storage_data or {}).values():
+        end = part.offset + part.length
+        needed[part.relative_path] = max(end, needed.get(part.relative_path, 0))
+    damaged = [
+        f"{name} ({'too short' if (folder / name).is_file() else 'missing'})"
+        for name, size in sorted(needed.items())
+        if not (folder / name).is_file() or (folder / name).stat().st_size < size
+    ]
+    if damaged:
+        raise RuntimeError(f"checkpoint {folder} is damaged: {', '.join(damaged)}")
 
 
 @contextmanager
@@ -79,6 +104,7 @@ class DCPSource:
     def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:
         self._folder = folder
         self._ignore = ignore
+        check_files(folder)
         self._stored = model_keys(folder)
         self._ties = [set(names) for names in _saved_ties(folder)]
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwalk.parallelizer_core.dcp_source import TRAINER_STATE
 from shardwalk.parallelizer_core.model_sequences import shared_mesh_context
@@ -32,6 +33,7 @@ class Stateful(Protocol):
 
 def trainer_state(
     models: Sequence[nn.Module],
+    optimizer: Optimizer | None,
     optimizer_state: dict[str, Any] | None,
     scheduler: Stateful | None,
     step: int | None,
@@ -48,6 +50,7 @@ def trainer_state(
         "extra": dict(extra or {}),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "optimizer": None if optimizer_state is None else _optimizer_scalars(optimizer_state),
+        "optimizer_kind": None if optimizer is None else optimizer_kind(optimizer),
         "ties": [entry.names for entry in state_tensors(models) if len(entry.names) > 1],
         "random": {
             "layout": random_layout(shared_mesh_context(models)),
@@ -78,6 +81,34 @@ def _optimizer_scalars(state: dict[str, Any]) -> dict[str, Any]:
         for name, entry in state["state"].items()
     }
     return {"param_groups": state["param_groups"], "scalars": scalars}
+
+
+def optimizer_kind(optimizer: Optimizer) -> dict[str, list[str]]:
+    """The names of its class and of the optimizers it derives from, and of its state tensors."""
+    cls = type(optimizer)
+    bases = [base for base in cls.__mro__[1:] if issubclass(base, Optimizer)]
+    keys = {key for entry in optimizer.state.values() for key in entry}
+    return {
+        "classes": [base.__name__ for base in (cls, *bases) if base is not Optimizer],
+        "state_keys": sorted(map(str, keys)),
+    }
+
+
+def check_optimizer_kind(folder: Path, optimizer: Optimizer, saved: dict[str, list[str]]) -> None:
+    """Raise a ValueError when the saved state is that of another kind of optimizer.
+
+    Kinds are alike when one derives from the other (AdamW from Adam), or when the given optimizer
+    has stepped already and keeps state under the saved names.
+    """
+    given = optimizer_kind(optimizer)
+    alike = set(given["classes"]) & set(saved["classes"])
+    if alike or (given["state_keys"] and given["state_keys"] == saved["state_keys"]):
+        return
+    raise ValueError(
+        f"checkpoint {folder} was saved with the optimizer {saved['classes'][0]} (state: "
+        f"{', '.join(saved['state_keys']) or 'none'}), which {given['classes'][0]} cannot go on "
+        "from; build the saved kind of optimizer, or leave out optimizer="
+    )
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
