@@ -223,6 +223,12 @@ def test_bad_numbers_are_refused(value: object) -> None:
         clip_grad_norm_(nn.Linear(2, 2), 1.0, value)  # type: ignore[arg-type]
 
 
+def test_error_if_nonfinite_must_be_a_bool() -> None:
+    for measure in (get_total_norm, clip_grad_norm_):
+        with pytest.raises(TypeError, match="error_if_nonfinite must be True or False, got 'no'"):
+            measure(nn.Linear(2, 2), 1.0, error_if_nonfinite="no")  # type: ignore[operator]
+
+
 def test_parameters_instead_of_a_model_are_refused() -> None:
     with pytest.raises(TypeError, match="not its parameters"):
         clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)  # type: ignore[arg-type]

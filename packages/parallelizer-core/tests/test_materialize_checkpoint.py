@@ -323,6 +323,30 @@ def test_a_key_in_two_files_is_an_error(tmp_path: Path) -> None:
         SafetensorsReader(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "has no weight_map"),
+        ("[]", "has no weight_map"),
+        ('{"weight_map"', "is not valid JSON"),
+    ],
+)
+def test_a_damaged_index_is_named(content: str, message: str, tmp_path: Path) -> None:
+    write(toys.toy().state_dict(), tmp_path, "sharded")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(content)
+    with pytest.raises(ValueError, match=f"{index} {message}"):
+        materialize(on_meta(), checkpoint=tmp_path)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    write(toys.toy().state_dict(), tmp_path, "single")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(ValueError, match=f"{file} is not a whole safetensors file"):
+        materialize(on_meta(), checkpoint=tmp_path)
+
+
 class Buffered(nn.Module):
     def __init__(self) -> None:
         super().__init__()

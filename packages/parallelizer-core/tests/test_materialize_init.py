@@ -281,6 +281,34 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         materialize(on_meta(), **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init": normal, "seed": "x"}, "seed must be an integer, got 'x'"),
+        ({"init": normal, "seed": True}, "seed must be an integer, got True"),
+        ({"checkpoint": 3}, "checkpoint must be a path .* or a CheckpointReader, got 3"),
+    ],
+)
+def test_options_of_another_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        materialize(on_meta(), **options)
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4))
+        self.linear = nn.Linear(2, 2)
+
+
+def test_a_parameter_of_no_elements_needs_no_initializer() -> None:
+    with torch.device("meta"):
+        model = Empty()
+    materialize(model, init="reset_parameters")
+    assert (model.none.shape, model.none.is_meta) == ((0, 4), False)
+    assert model.linear.weight.isfinite().all()
+
+
 def test_meta_tensors_in_containers_are_an_error() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)

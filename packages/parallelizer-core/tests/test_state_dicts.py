@@ -181,6 +181,11 @@ def test_extra_state_of_modules() -> None:
         load_model_state_dict(model, state)
 
 
+def test_strict_must_be_a_bool() -> None:
+    with pytest.raises(TypeError, match="strict must be True or False, got 'no'"):
+        load_model_state_dict(toys.toy(), {}, strict="no")  # type: ignore[arg-type]
+
+
 def test_cpu_needs_full() -> None:
     with pytest.raises(ValueError, match="cpu=True needs full=True"):
         model_state_dict(toys.toy(), cpu=True)

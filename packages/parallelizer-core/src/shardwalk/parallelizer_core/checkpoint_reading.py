@@ -52,12 +52,13 @@ class SafetensorsReader:
     Raises:
         ImportError: without the safetensors package.
         FileNotFoundError: when there is no such file, or the index names one that is not there.
-        ValueError: when two files of the folder hold the same key.
+        ValueError: when two files of the folder hold the same key, or a file or the index is
+            damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise ImportError(
                 "reading safetensors needs the package safetensors; install "
@@ -67,7 +68,11 @@ class SafetensorsReader:
         self._files: dict[str, Any] = {}
         self._tensors: dict[str, TensorInfo] = {}
         for file in _safetensors_files(Path(path)):
-            self._add(file, safe_open(file, framework="pt"))
+            try:
+                handle = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+            self._add(file, handle)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -98,13 +103,25 @@ def is_dcp_folder(path: Path) -> bool:
     return (path / ".metadata").is_file()
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each key, as the index says."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{index} is not valid JSON: {error}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map, which says in which file each tensor is")
+    return weight_map
+
+
 def _safetensors_files(path: Path) -> list[Path]:
     if not path.exists():
         raise FileNotFoundError(f"checkpoint {path} does not exist")
     if path.is_file():
         return [path]
     for index in sorted(path.glob("*.safetensors.index.json")):
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(_weight_map(index).values())
         files = [path / name for name in sorted(names)]
         absent = [file.name for file in files if not file.is_file()]
         if absent:

@@ -54,6 +54,7 @@ def clip_grad_norm_(
         The norm before clipping: a plain 0-dim float32 tensor, the same on every rank.
 
     Raises:
+        TypeError: for an `error_if_nonfinite` that is not a bool.
         ValueError: for a `max_norm` or `norm_type` that is not a number above 0.
         RuntimeError: for a norm that is not finite, with `error_if_nonfinite`, on every rank.
     """
@@ -78,6 +79,8 @@ def get_total_norm(
 ) -> Tensor:
     """The global norm of all gradients; arguments, result and errors as in `clip_grad_norm_`."""
     _check_positive("norm_type", norm_type)
+    if not isinstance(error_if_nonfinite, bool):
+        raise TypeError(f"error_if_nonfinite must be True or False, got {error_if_nonfinite!r}")
     models = as_models(model_or_models)
     reshard(models)
     context = shared_mesh_context(models, mesh_context)

@@ -86,11 +86,13 @@ def materialize(
     Raises:
         StateMismatchError: a ValueError listing all missing, unexpected and differing names;
             raised on every rank before anything is written.
-        ValueError: for options that do not fit together, a buffer nobody can rebuild or a
-            parameter nobody initializes, by name, before anything is written.
+        TypeError: for an option of another type.
+        ValueError: for options that do not fit together, a file that cannot be read, a buffer
+            nobody can rebuild or a parameter nobody initializes, by name, before anything is
+            written.
     """
     models = as_models(model_or_models)
-    _check_options(checkpoint, init, ignore)
+    _check_options(checkpoint, init, ignore, seed)
     reshard(models)
     for model in models:
         if next(fsdp_units(model), None) is None:  # units were made with the pins in place
@@ -111,7 +113,14 @@ def materialize(
     _check_nothing_on_meta(models)
 
 
-def _check_options(checkpoint: object, init: object, ignore: Sequence[str]) -> None:
+def _check_options(checkpoint: object, init: object, ignore: object, seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, got {seed!r}")
+    is_reader = hasattr(checkpoint, "tensors") and hasattr(checkpoint, "read")
+    if not (checkpoint is None or isinstance(checkpoint, str | Path) or is_reader):
+        raise TypeError(
+            f"checkpoint must be a path (str or Path) or a CheckpointReader, got {checkpoint!r}"
+        )
     if (checkpoint is None) == (init is None):
         given = "neither" if checkpoint is None else "both"
         raise ValueError(f"materialize needs exactly one of checkpoint and init, got {given}")

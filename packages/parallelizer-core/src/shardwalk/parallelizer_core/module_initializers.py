@@ -109,7 +109,11 @@ class ModuleSource:
 
     def check(self, entries: Sequence[ModelTensor]) -> None:
         """Raise a ValueError that names every tensor nothing initializes."""
-        unknown = [e.name for e in entries if not self._initializers.knows(*e.places[0])]
+        unknown = [
+            entry.name
+            for entry in entries
+            if _has_elements(entry) and not self._initializers.knows(*entry.places[0])
+        ]
         if unknown:
             raise ValueError(
                 f"no reset_parameters or _init_weights of the model writes {', '.join(unknown)}; "
@@ -119,7 +123,7 @@ class ModuleSource:
     def fill(self, entries: Sequence[ModelTensor]) -> None:
         """Run the initializers module by module and keep this rank's part."""
         by_module: dict[int, list[ModelTensor]] = {}
-        for entry in entries:
+        for entry in filter(_has_elements, entries):
             by_module.setdefault(id(entry.places[0][0]), []).append(entry)
         for group in by_module.values():
             attributes = [entry.places[0][1] for entry in group]
@@ -128,6 +132,10 @@ class ModuleSource:
                 if attribute not in values:
                     raise ValueError(f"the initializers leave values of {entry.name!r} unset")
                 write_full(entry.tensor, values[attribute])
+
+
+def _has_elements(entry: ModelTensor) -> bool:
+    return entry.tensor.numel() > 0
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -71,9 +71,12 @@ def load_model_state_dict(
             of its names is.
 
     Raises:
+        TypeError: for a `strict` that is not a bool.
         StateMismatchError: a ValueError that lists every missing, unexpected and differing name,
             before anything is written.
     """
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be True or False, got {strict!r}")
     models = as_models(model_or_models)
     reshard(models)
     entries = state_tensors(models)
