@@ -412,6 +412,9 @@ def test_bytes_that_cannot_be_read_name_the_folder(tmp_path: Path) -> None:
     file.write_bytes(b"x" * file.stat().st_size)
     with pytest.raises(RuntimeError, match=f"checkpoint {tmp_path} cannot be read"):
         load_checkpoint(tmp_path, toys.toy())
+    (tmp_path / "trainer_state.pt").write_bytes(b"xx")
+    with pytest.raises(RuntimeError, match=f"{tmp_path}/trainer_state.pt cannot be read"):
+        load_checkpoint(tmp_path, toys.toy())
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -116,12 +116,16 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: when the folder holds no complete checkpoint.
+        RuntimeError: naming the file, when it is damaged.
         ValueError: for a format of another version.
     """
     path = folder / TRAINER_STATE
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no complete checkpoint: no {TRAINER_STATE} in it")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many kinds: not a zip, not a pickle, not plain data
+        raise RuntimeError(f"{path} cannot be read: {error}") from error
     if state["format"] != _FORMAT:
         raise ValueError(f"{path} has format {state['format']}; this version reads {_FORMAT}")
     return state
