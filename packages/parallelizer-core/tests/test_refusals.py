@@ -97,6 +97,69 @@ def test_a_rank_outside_the_mesh_is_refused():
     assert run_on_ranks(2, outsider) == [True, None]
 
 
+def unshardable():
+    def hooked(model):
+        model.norm.weight.register_hook(lambda gradient: gradient)
+
+    def hooked_after(model):
+        model.norm.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    def renormalized(model):
+        model.embed.max_norm = 1.0
+
+    def sparse(model):
+        model.embed.sparse = True
+
+    def aliased(model):
+        model.head.weight.data = model.embed.weight.data
+
+    for change, named in [
+        (hooked, "norm.weight has a hook"),
+        (hooked_after, "norm.weight has a hook"),
+        (renormalized, "embed has max_norm=1.0"),
+        (sparse, "embed has sparse=True"),
+        (aliased, "head.weight and embed.weight are two parameters over one storage"),
+    ]:
+        model = Decoder()
+        change(model)
+        with CountCollectives() as counted, pytest.raises(ValueError, match=named):
+            parallelize_model(model, context())
+        assert not counted.calls
+    model = Decoder()
+    model.head.weight.no_decay = True
+    assert parallelize_model(model, context()).head.weight.no_decay is True
+
+
+def test_what_shards_would_change_is_refused_by_name_and_marks_on_parameters_stay():
+    run_on_ranks(2, unshardable)
+
+
+def set_and_parallelize(config):
+    mesh_context = context()
+    if isinstance(config, DDPConfig):
+        mesh_context.moe_parallel_config = MoEParallelizerConfig()
+    mesh_context.strategy_config = config
+    parallelize_model(Decoder(), mesh_context)
+
+
+def set_later():
+    for config in (FSDP2Config(activation_checkpointing="full"), DDPConfig()):
+        with pytest.raises(ValueError, match="activation_checkpointing|moe_parallel_config"):
+            set_and_parallelize(config)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, in torch.compile
+def test_what_is_set_on_a_context_later_is_read_too():
+    run_on_ranks(2, set_later)
+    with pytest.raises(ValueError, match="moe_parallel_config means nothing"):
+        parallelize_model(Decoder(), MeshContext(moe_parallel_config=MoEParallelizerConfig()))
+    compiled = torch.compile(Decoder())
+    with pytest.raises(ValueError, match="compiled already"):
+        parallelize_model(compiled, MeshContext())
+    with pytest.raises(ValueError, match="DataParallel"):
+        parallelize_model(nn.DataParallel(Decoder()), MeshContext())
+
+
 def twice():
     model = parallelize_model(Decoder(), context())
     with pytest.raises(ValueError, match="the model is parallelized already"):

@@ -80,7 +80,7 @@ def test_parallelize_model_goes_through_the_sidecar():
     assert sidecar.seen == [model]
 
 
-@pytest.mark.parametrize("broken", [object(), "name", 0])
+@pytest.mark.parametrize("broken", [object(), "name", 0, Recording])
 def test_a_sidecar_without_parallelize_is_a_type_error(broken):
     class Broken(nn.Linear):
         parallelizer = broken
@@ -89,6 +89,16 @@ def test_a_sidecar_without_parallelize_is_a_type_error(broken):
         get_model_parallelizer(Broken(2, 2))
     with pytest.raises(TypeError, match="no callable parallelize"):
         register_parallelizer(Foreign, broken)
+
+
+def test_a_sidecar_that_returns_no_model_is_a_type_error():
+    class Forgetful(ModelParallelizer):
+        def parallelize(self, model, mesh_context, /):
+            return None
+
+    register_parallelizer(Foreign, Forgetful())
+    with pytest.raises(TypeError, match="must return the model"):
+        parallelize_model(Foreign(), MeshContext())
 
 
 def test_only_module_classes_are_registered():

@@ -41,6 +41,34 @@ def test_replicas_are_compared_too():
         assert message.startswith("head.weight has other values on ranks [2] ")
 
 
+def start_of_one_rank(change):
+    torch.manual_seed(7)
+    model = Decoder()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            change(model)
+    with pytest.raises(ValueError, match=r"embed\.weight has other values") as error:
+        parallelize_model(model, context())
+    return str(error.value)
+
+
+def roll(model):
+    model.embed.weight.copy_(model.embed.weight.roll(1, 0))
+
+
+def swap(model):
+    model.embed.weight[0, :2] = model.embed.weight[0, :2].flip(0)
+
+
+def freeze(model):
+    model.embed.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [roll, swap, freeze])
+def test_the_same_values_in_another_order_and_another_trainability_are_seen(change):
+    assert len(set(run_on_ranks(2, start_of_one_rank, change))) == 1
+
+
 def seeds_differ():
     torch.manual_seed(dist.get_rank())
     with pytest.raises(ValueError, match=r"embed.weight .* materialize"):

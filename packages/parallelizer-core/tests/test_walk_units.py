@@ -372,6 +372,88 @@ def test_optimizers_step_sharded_and_replicated_parameters_together(optimizer, o
             torch.testing.assert_close(weights[name], parameter.data, rtol=1e-4, atol=1e-4)
 
 
+class Temperature(Decoder):
+    """A scalar that the loss reads outside the forward, used in some micro-batches only."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.turn = nn.Parameter(torch.tensor(0.3 + 0.4j))
+
+    def forward(self, ids):
+        hidden = super().forward(ids)
+        return hidden * (self.turn * (1 + 2j)).real
+
+
+def contrastive(model, rows, with_temperature):
+    loss = model(rows).square().mean()
+    return loss * model.temperature.exp() if with_temperature else loss
+
+
+USES = {"all": [[1, 1], [1, 1]], "first only": [[1, 0], [1, 0]], "one rank": [[0, 0], [1, 0]]}
+
+
+def scalar_gradients(uses):
+    rank = torch.distributed.get_rank()
+    model = sharded(Temperature)
+    rows = ids(8, 5)
+    for index, used in enumerate(USES[uses][rank]):
+        model.set_requires_gradient_sync(index == 1)
+        part = rows[rank * 4 + index * 2 :][:2]
+        contrastive(model, part, used).backward()
+    return full_gradients(model)
+
+
+@pytest.mark.parametrize("uses", USES)
+def test_scalars_have_the_mean_gradient_wherever_and_whenever_they_are_used(uses):
+    torch.manual_seed(7)
+    reference = Temperature()
+    for rank in range(2):
+        for index, used in enumerate(USES[uses][rank]):
+            part = ids(8, 5)[rank * 4 + index * 2 :][:2]
+            (contrastive(reference, part, used) / 2).backward()
+    for grads in run_on_ranks(2, scalar_gradients, uses):
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+def twice_before_a_backward():
+    model = sharded(Temperature)
+    (contrastive(model, ids(), True) + contrastive(model, ids(3), True)).backward()
+    return full_gradients(model)
+
+
+def test_two_forwards_before_one_backward_with_scalars():
+    torch.manual_seed(7)
+    reference = Temperature()
+    (contrastive(reference, ids(), True) + contrastive(reference, ids(3), True)).backward()
+    for grads in run_on_ranks(2, twice_before_a_backward):
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def recomputed_inside_a_block():
+    from torch.utils.checkpoint import checkpoint
+
+    class Inner(Gated):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    class InnerModel(GatedModel):
+        def __init__(self) -> None:
+            super().__init__()
+            for layer in self.layers:
+                layer.__class__ = Inner
+
+    return gradients(InnerModel), gradients(GatedModel)
+
+
+def test_a_block_may_recompute_what_uses_a_bare_parameter():
+    for inner, plain in run_on_ranks(2, recomputed_inside_a_block):
+        for name, grad in plain.items():
+            torch.testing.assert_close(inner[name], grad)
+
+
 class Door(ModelParallelizer):
     """Counts the units by the class of their module, and refuses lists."""
 

@@ -6,7 +6,7 @@ override methods on the units that shardwalk makes, never on torch's classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from shardwalk.parallelizer_core.parallel_state import fsdp_units
 __all__ = [
     "RecordWrites",
     "TorchDispatchMode",
+    "after_backward",
     "drop_unreduced_gradients",
     "foreach_norms",
     "foreach_scale_",
     "forget_interrupted_forward",
     "forward_was_interrupted",
+    "gradient_hooks_of",
     "guard_fsdp_units",
     "is_persistent_buffer",
     "move_hooks",
@@ -103,6 +105,31 @@ def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, Tensor) and output._is_view():
         return torch.ops.aten._unsafe_view.default(output, output.shape)
     return output
+
+
+def after_backward(model: nn.Module, function: Callable[[], None]) -> None:
+    """Call `function` at the end of every backward through a unit of `model`, once.
+
+    Whichever unit comes first in a backward queues its own callback for the end (2.13.0).
+    """
+    for unit in fsdp_units(model):
+        state = _state(unit)
+        state._root_post_backward_final_callback = _followed_by(
+            state._root_post_backward_final_callback, function
+        )
+
+
+def _followed_by(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def gradient_hooks_of(parameter: Tensor) -> bool:
+    """Whether somebody registered a hook on the gradient of this tensor (2.13.0)."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _state(unit: FSDPModule) -> Any:

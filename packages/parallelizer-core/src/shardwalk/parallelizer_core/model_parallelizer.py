@@ -7,6 +7,7 @@ from torch import nn
 from shardwalk.mesh import DDPConfig, FSDP2Config, MegatronFSDPConfig, MeshContext
 from shardwalk.parallelizer_core.ddp import wrap_ddp
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments, fsdp2_config
+from shardwalk.parallelizer_core.fsdp2.walk import finish_units
 from shardwalk.parallelizer_core.parallel_state import record_mesh_context, unwrap_model
 from shardwalk.parallelizer_core.parallelizer import ModelParallelizer
 from shardwalk.parallelizer_core.plugins import installed_sidecar
@@ -16,6 +17,7 @@ from shardwalk.parallelizer_core.refusals import (
     refuse_context,
     refuse_model,
     refuse_offload,
+    refuse_unshardable,
 )
 from shardwalk.parallelizer_core.start_values import check_equal_start
 
@@ -42,6 +44,12 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     refuse_model(model)
     refuse_context(mesh_context)
     parallelized = get_model_parallelizer(model).parallelize(model, mesh_context)
+    if not isinstance(parallelized, nn.Module):
+        raise TypeError(
+            f"the sidecar of {type(model).__qualname__} returned {parallelized!r} from "
+            f"parallelize; it must return the model"
+        )
+    finish_units(parallelized, fsdp2_config(mesh_context).mp_policy)
     for module in unwrap_model(parallelized).modules():
         if isinstance(module, FinalizesParallelization):
             module.finalize_parallelization(mesh_context)
@@ -104,6 +112,7 @@ def _apply_model_parallelizer(
         return _parallelize_ddp(model, mesh_context)
     if isinstance(mesh_context.strategy_config, MegatronFSDPConfig):
         return _parallelize_megatron_fsdp(model, mesh_context)
+    refuse_unshardable(model)
     refuse_offload(fsdp2_config(mesh_context).offload_policy, mesh_context.device_mesh.device_type)
     if mesh_context.ep_size > 1 or mesh_context.moe_parallel_config is not None:
         return _parallelize_moe(model, mesh_context, parallelizer)
@@ -159,9 +168,8 @@ def _registered_along_mro(cls: type) -> Parallelizer | None:
 
 
 def _check_sidecar(sidecar: object, cls: type) -> None:
-    if not callable(getattr(sidecar, "parallelize", None)):
+    if isinstance(sidecar, type) or not callable(getattr(sidecar, "parallelize", None)):
         raise TypeError(
             f"the sidecar of {cls.__qualname__} is {sidecar!r}, which has no callable "
-            f"parallelize(model, "
-            f"mesh_context); subclass ModelParallelizer"
+            f"parallelize(model, mesh_context); give an instance of a ModelParallelizer subclass"
         )

@@ -19,6 +19,7 @@ from shardwalk.mesh import (
     MeshContext,
     MultimodalVisionConfig,
 )
+from shardwalk.parallelizer_core._torch_compat import gradient_hooks_of
 from shardwalk.parallelizer_core.layers import has_forward
 
 _LATER = "is not in this version of shardwalk-parallelizer-core"
@@ -78,10 +79,25 @@ def refuse_context(mesh_context: MeshContext) -> None:
             )
     refuse_apply_options(activation_checkpointing=mesh_context.activation_checkpointing)
     _refuse_strategy(mesh_context)
+    _refuse_unused_moe_config(mesh_context)
+
+
+def _refuse_unused_moe_config(mesh_context: MeshContext) -> None:
+    is_ddp = isinstance(mesh_context.strategy_config, DDPConfig)
+    if mesh_context.moe_parallel_config is None or (mesh_context.device_mesh and not is_ddp):
+        return
+    where = "strategy='ddp'" if is_ddp else "a context without a mesh"
+    raise ValueError(
+        f"moe_parallel_config means nothing under {where}; leave it out, or use strategy='fsdp2' "
+        f"with a mesh"
+    )
 
 
 def _refuse_strategy(mesh_context: MeshContext) -> None:
     strategy = mesh_context.strategy_config
+    refuse_apply_options(
+        activation_checkpointing=getattr(strategy, "activation_checkpointing", False)
+    )
     if isinstance(strategy, MegatronFSDPConfig):
         raise ValueError(f"strategy='megatron_fsdp' {_LATER}; use 'fsdp2' or 'ddp'")
     if isinstance(strategy, DDPConfig):
@@ -128,6 +144,40 @@ def refuse_offload(policy: object, device_type: str) -> None:
         )
 
 
+def refuse_unshardable(model: nn.Module) -> None:
+    """Refuse what would train to other numbers, or fail deep inside, once parameters are sharded.
+
+    Raises:
+        ValueError: names the module or parameter and the way out.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if module.max_norm is not None:
+                raise ValueError(
+                    f"{name} has max_norm={module.max_norm}, which rewrites the table in its "
+                    f"forward, where its shards don't see it; use max_norm=None or strategy='ddp'"
+                )
+            if module.sparse:
+                raise ValueError(
+                    f"{name} has sparse=True, and sharded gradients are dense; use sparse=False"
+                )
+    starts: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if gradient_hooks_of(parameter):
+            raise ValueError(
+                f"{name} has a hook on its gradient, and sharding replaces the parameter; register "
+                f"it after parallelize_model"
+            )
+        if parameter.is_meta or not parameter.numel():
+            continue
+        other = starts.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            raise ValueError(
+                f"{name} and {other} are two parameters over one storage, and sharding would take "
+                f"them apart; tie them as one parameter: a.weight = b.weight"
+            )
+
+
 def refuse_model(model: nn.Module) -> None:
     """Refuse a model that was parallelized before, by shardwalk or by hand.
 
@@ -143,8 +193,10 @@ def refuse_model(model: nn.Module) -> None:
             f"{type(model).__name__} has no forward to gather the weights for; pass the module "
             f"that runs what it holds, or parallelize its elements one by one"
         )
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("the model is compiled already; pass it as it was before torch.compile")
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule | DistributedDataParallel):
+        if isinstance(module, FSDPModule | DistributedDataParallel | nn.DataParallel):
             raise ValueError(
                 f"{name or 'the model'} is parallelized already ({type(module).__name__}); pass "
                 f"the model as it "

@@ -63,7 +63,10 @@ def shard_unit(module: nn.Module, door: Door, **kwargs: Any) -> nn.Module:
     if unit is not None and unit.pinned:
         kwargs["mp_policy"] = pinned_policy(policy, unit.compute)
     own_linear_outputs(module)
+    attributes = {place: vars(p) for place, p in _places(module) if p not in ignored}
     fully_shard(module, **kwargs)
+    for place, parameter in _places(module):
+        vars(parameter).update(attributes.get(place, {}))  # such as a mark for the optimizer
     return module
 
 
@@ -108,6 +111,13 @@ def _walk_unheld(module: nn.Module) -> Iterator[nn.Parameter]:
     for child in module.children():
         if not isinstance(child, FSDPModule):
             yield from _walk_unheld(child)
+
+
+def _places(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
+    """Every parameter of `module` by the module and the name it stands under."""
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            yield (owner, name), parameter
 
 
 def _dtypes(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> UnitDtypes:

@@ -13,8 +13,8 @@ from shardwalk.parallelizer_core.ties import SharedParameters
 def untied_trainable_tables(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Each trainable table outside the units that shares no weight, and whether it is a head.
 
-    Input tables are the `nn.Embedding` modules; heads are what `get_output_embeddings()` names and
-    the `nn.Linear` modules outside the blocks with as many rows as an input table.
+    They are what `get_input_embeddings()` and `get_output_embeddings()` name; in a model without
+    these, every `nn.Embedding`, and every `nn.Linear` with as many rows as one of them.
     """
     inputs = _input_tables(model)
     heads = _output_heads(model, inputs)
@@ -25,29 +25,32 @@ def untied_trainable_tables(model: nn.Module) -> Iterator[tuple[nn.Module, bool]
 
 
 def _input_tables(model: nn.Module) -> list[nn.Module]:
-    tables = [module for module in _outside_units(model) if isinstance(module, nn.Embedding)]
-    return _with_named_one(model, "get_input_embeddings", tables)
+    named = _named_table(model, "get_input_embeddings")
+    if named is not None:
+        return [named]
+    return [module for module in _outside_units(model) if isinstance(module, nn.Embedding)]
 
 
-def _output_heads(model: nn.Module, inputs: list[nn.Module]) -> list[nn.Module]:
+def _output_heads(model: nn.Module, inputs: Sequence[nn.Module]) -> list[nn.Module]:
+    named = _named_table(model, "get_output_embeddings")
+    if named is not None:
+        return [named]
     rows = {table.num_embeddings for table in inputs if isinstance(table, nn.Embedding)}
-    heads: list[nn.Module] = [
+    return [
         module
         for module in _outside_units(model)
         if isinstance(module, nn.Linear) and module.out_features in rows
     ]
-    return _with_named_one(model, "get_output_embeddings", heads)
 
 
-def _with_named_one(model: nn.Module, getter: str, tables: Sequence[nn.Module]) -> list[nn.Module]:
+def _named_table(model: nn.Module, getter: str) -> nn.Module | None:
+    """What the model itself calls its table: the others it may read without calling them."""
     try:
         named = getattr(model, getter)()
     except (AttributeError, NotImplementedError):
-        return list(tables)
-    is_new = (
-        isinstance(named, nn.Module) and not isinstance(named, FSDPModule) and named not in tables
-    )
-    return [*tables, named] if is_new else list(tables)
+        return None
+    is_table = isinstance(named, nn.Module) and not isinstance(named, FSDPModule)
+    return named if is_table else None
 
 
 def _outside_units(module: nn.Module) -> Iterator[nn.Module]:

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwalk.parallelizer_core._torch_compat import (
     forget_interrupted_forward,
     forward_was_interrupted,
 )
 from shardwalk.parallelizer_core.parallel_state import fsdp_units
-
-_watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def watch_root(root: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
@@ -27,9 +24,7 @@ def watch_root(root: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
     comes, weights changed in the meantime (an EMA swap, a weight sync) would not be the ones the
     next forward uses.
     """
-    if root not in _watched:
-        _watched[root] = True
-        root.register_forward_hook(_after_forward(mp_policy), with_kwargs=True, always_call=True)
+    root.register_forward_hook(_after_forward(mp_policy), with_kwargs=True, always_call=True)
 
 
 def reshard_all(root: nn.Module) -> None:

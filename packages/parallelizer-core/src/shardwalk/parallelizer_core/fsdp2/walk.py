@@ -15,6 +15,7 @@ from shardwalk.parallelizer_core._torch_compat import guard_fsdp_units
 from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
 from shardwalk.parallelizer_core.fsdp2.policies import inner_policy
 from shardwalk.parallelizer_core.fsdp2.prefetch import chain_prefetch
+from shardwalk.parallelizer_core.fsdp2.replicated_parameters import average_replicated_gradients
 from shardwalk.parallelizer_core.fsdp2.root import watch_root
 from shardwalk.parallelizer_core.layers import BlockStack, find_block_stacks, frozen_towers
 from shardwalk.parallelizer_core.ties import SharedParameters
@@ -101,14 +102,14 @@ def walk_dense(
         chain_prefetch(
             [block for _, block in stack.blocks], forward_prefetch_depth, backward_prefetch_depth
         )
-    finish_units(model, options.mp_policy or default_mp_policy())
 
 
-def finish_units(model: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
-    """Install what every sharded model needs: guards and the root's hooks; idempotent."""
+def finish_units(model: nn.Module, mp_policy: MixedPrecisionPolicy | None) -> None:
+    """Install what every sharded model needs, whoever made its units: guards and hooks."""
     guard_fsdp_units(model)
+    average_replicated_gradients(model)
     if isinstance(model, FSDPModule):
-        watch_root(model, mp_policy)
+        watch_root(model, mp_policy or default_mp_policy())
 
 
 def blocks_to_shard(model: nn.Module) -> list[BlockStack]:
