@@ -19,6 +19,10 @@ from shardwalk.parallelizer_core.refusals import (
     refuse_offload,
     refuse_unshardable,
 )
+from shardwalk.parallelizer_core.stale_optimizers import (
+    forbid_steps_on_replaced,
+    remember_parameters,
+)
 from shardwalk.parallelizer_core.start_values import check_equal_start
 
 _DEFAULT_PARALLELIZER = ModelParallelizer()
@@ -43,6 +47,7 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     """
     refuse_model(model)
     refuse_context(mesh_context)
+    before = remember_parameters(model)
     parallelized = get_model_parallelizer(model).parallelize(model, mesh_context)
     if not isinstance(parallelized, nn.Module):
         raise TypeError(
@@ -53,6 +58,7 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     for module in unwrap_model(parallelized).modules():
         if isinstance(module, FinalizesParallelization):
             module.finalize_parallelization(mesh_context)
+    forbid_steps_on_replaced(before, parallelized)
     record_mesh_context(parallelized, mesh_context)
     return parallelized
 
