@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwalk.mesh import DDPConfig, MeshContext, get_flat_mesh
 from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
+from shardwalk.parallelizer_core.parallel_state import current_device
 
 _PREFIX = "module."
 
@@ -30,7 +30,7 @@ def wrap_ddp(
     pin_fp32_parameters(model)
     assert mesh_context.device_mesh is not None
     mesh = get_flat_mesh(mesh_context.device_mesh, "dp")
-    device = _device(mesh.device_type)
+    device = current_device(mesh.device_type)
     wrapped = DistributedDataParallel(
         model.to(device),
         device_ids=None if device.type == "cpu" else [device.index],
@@ -51,8 +51,7 @@ def _refuse_ddp_model(model: nn.Module) -> None:
     if on_meta:
         raise ValueError(
             f"strategy='ddp' keeps whole copies, and {len(on_meta)} parameters are on the meta "
-            f"device "
-            f"({', '.join(on_meta[:3])}, ...): call materialize(model, ...) first, then "
+            f"device ({', '.join(on_meta[:3])}, ...): call materialize(model, ...) first, then "
             f"parallelize_model"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -66,12 +65,6 @@ def _buffer_option(synchronize: bool) -> dict[str, Any]:
     names = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     return {name: synchronize}
-
-
-def _device(device_type: str) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def _strip_prefix(

@@ -54,8 +54,7 @@ def _matches(prefix: str, owner: nn.Module, pin: str) -> Iterator[tuple[str, tor
     if not _names_something(owner, pin):
         raise ValueError(
             f"{PIN_ATTRIBUTE} of {type(owner).__name__} pins {pin!r}, which names no module, "
-            f"parameter or "
-            f"buffer in it; correct the name, or remove it from the list of this model"
+            f"parameter or buffer in it; correct the name, or remove it from the list of this model"
         )
     dot = f"{prefix}." if prefix else ""
     for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -41,3 +42,10 @@ def fsdp_units(model: nn.Module) -> Iterator[FSDPModule]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield module
+
+
+def current_device(device_type: str) -> torch.device:
+    """The device of this rank on a mesh of that type."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())

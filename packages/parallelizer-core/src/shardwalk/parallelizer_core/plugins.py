@@ -28,8 +28,7 @@ def expert_parallel_provider() -> ExpertParallelProvider:
     if not found:
         raise MissingExpertParallelError(
             f"ep_size > 1 or a moe_parallel_config needs an expert-parallel walk, and no installed "
-            f"package "
-            f"provides one (entry-point group {EXPERT_PARALLEL_GROUP!r}); install "
+            f"package provides one (entry-point group {EXPERT_PARALLEL_GROUP!r}); install "
             f"shardwalk-moe-ep, or set "
             f"ep_size=1 and leave moe_parallel_config unset"
         )

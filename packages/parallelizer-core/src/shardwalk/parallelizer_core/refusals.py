@@ -110,8 +110,7 @@ def _refuse_strategy(mesh_context: MeshContext) -> None:
     if strategy is not None and mesh_context.device_mesh is None:
         raise ValueError(
             f"strategy_config={type(strategy).__name__} needs a mesh, on one process too; make the "
-            f"context "
-            f"with MeshContext.build or DistributedSetup.build, or use a bare MeshContext()"
+            f"context with MeshContext.build or DistributedSetup.build, or use a bare MeshContext()"
         )
 
 
@@ -199,8 +198,7 @@ def refuse_model(model: nn.Module) -> None:
         if isinstance(module, FSDPModule | DistributedDataParallel | nn.DataParallel):
             raise ValueError(
                 f"{name or 'the model'} is parallelized already ({type(module).__name__}); pass "
-                f"the model as it "
-                f"was built, once"
+                f"the model as it was built, once"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

@@ -7,14 +7,6 @@ from collections import defaultdict
 from torch import nn
 
 
-def tied_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """The groups of parameter names that share one tensor, in the order of the parameters."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [tuple(group) for group in names.values() if len(group) > 1]
-
-
 class SharedParameters:
     """Which modules of a model hold the same parameter, looked up once for many questions."""
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwalk.parallelizer_core._torch_compat import after_backward, sync_flags_of
-from shardwalk.parallelizer_core.parallel_state import fsdp_units
+from shardwalk.parallelizer_core.parallel_state import current_device, fsdp_units
 
 Place = tuple[nn.Module, str]
 
@@ -78,7 +78,9 @@ def _average(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
     if not trained:
         return
     wide = reduce(torch.promote_types, (_real(p).dtype for p in trained), torch.float32)
-    used = torch.tensor([p.grad is not None for p in trained], dtype=wide, device=_device(mesh))
+    used = torch.tensor(
+        [p.grad is not None for p in trained], dtype=wide, device=current_device(mesh.device_type)
+    )
     parts = [torch.zeros(_real(p).shape) if p.grad is None else _real(p.grad) for p in trained]
     buffer = torch.cat([used, *(part.to(used).flatten() for part in parts)])
     for dim in range(mesh.ndim):
@@ -116,7 +118,7 @@ def _places(unit: nn.Module, parameter: nn.Parameter) -> list[Place]:
 def _replicate(places: list[Place], mesh: DeviceMesh) -> None:
     module, name = places[0]
     old = getattr(module, name)
-    local = old.detach() if old.is_meta else old.detach().to(_device(mesh))
+    local = old.detach() if old.is_meta else old.detach().to(current_device(mesh.device_type))
     whole = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
     new = nn.Parameter(whole, requires_grad=old.requires_grad)
     vars(new).update(vars(old))
@@ -148,9 +150,3 @@ def _hide_without_backward(held: _Held) -> Callable[..., None]:
 def _hide(held: _Held) -> None:
     for module, name in held.flat_places():
         vars(module).pop(name, None)
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -59,8 +59,7 @@ def _checkpoint(name: str, mesh: DeviceMesh) -> Callable[..., None]:
             listed = "; ".join(f"rank {rank}: {unit}" for rank, unit in sorted(names.items()))
             raise RuntimeError(
                 f"the ranks are about to run different units ({listed}); let every rank run them "
-                f"all, with an "
-                f"empty batch where it has no input for one"
+                f"all, with an empty batch where it has no input for one"
             )
 
     return compare

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwalk.parallelizer_core.fsdp2.dtype_units import unheld_parameters
 from shardwalk.parallelizer_core.parallel_state import unwrap_model
 
 
@@ -36,7 +36,7 @@ def describe_units(model: nn.Module) -> list[UnitInfo]:
     """The units of `model` with the parameters each holds itself, in the order of `named_modules`.
 
     To be called where every unit is sharded: before a forward, after a backward. Plain parameters
-        (a DDP model's, replicated ones) are listed under the unit whose module they stand in.
+    (those of a DDP model) are listed under the unit whose module they stand in.
     """
     inner = unwrap_model(model)
     seen: set[nn.Parameter] = set()
@@ -44,18 +44,11 @@ def describe_units(model: nn.Module) -> list[UnitInfo]:
     for name, module in inner.named_modules():
         is_unit = isinstance(module, FSDPModule)
         if module is inner or is_unit:
-            own = [p for p in dict.fromkeys(_own_parameters(module)) if p not in seen]
+            own = [p for p in unheld_parameters(module) if p not in seen]
             seen.update(own)
             if own:
                 rows.append(_describe(name, own))
     return rows
-
-
-def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if not isinstance(child, FSDPModule):
-            yield from _own_parameters(child)
 
 
 def _describe(name: str, parameters: list[nn.Parameter]) -> UnitInfo:
