@@ -226,6 +226,48 @@ def test_a_block_of_mixed_storage_keeps_its_dtypes_and_trains(policy):
             )
 
 
+class Adapted(Block):
+    """A frozen bf16 linear with a trainable fp32 pair beside it, each computing in its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16).requires_grad_(False)
+        self.first = nn.Linear(6, 2, bias=False)
+        self.second = nn.Linear(2, 6, bias=False)
+
+    def forward(self, x):
+        return super().forward(x.bfloat16()).float() + self.second(self.first(x))
+
+
+class AdaptedModel(Decoder):
+    def __init__(self) -> None:
+        super().__init__(block=Adapted, blocks=2)
+
+
+def adapted_units(policy):
+    model = sharded(AdaptedModel, options={"mp_policy": policy})
+    units = {unit.name: unit.dtypes for unit in describe_units(model)}
+    stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    model(ids()).square().mean().backward()
+    return units, stored, full_gradients(model)
+
+
+def test_frozen_parameters_of_another_dtype_need_no_unit_of_their_own_where_nothing_is_cast():
+    """One gather for the block instead of three, with the numbers of one process."""
+    torch.manual_seed(7)
+    reference = AdaptedModel()
+    reference(ids()).square().mean().backward()
+    for units, stored, grads in run_on_ranks(2, adapted_units, FULL):
+        assert units["layers.0"] == ("bfloat16", "float32")
+        assert not [name for name in units if name.startswith("layers.0.")]
+        for name, parameter in reference.named_parameters():
+            assert stored[name] == parameter.dtype
+            if parameter.grad is None:
+                assert grads[name] is None
+            else:
+                torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
 class Gated(Block):
     """A router in fp32 that computes in it, and a bare fp32 parameter beside others."""
 

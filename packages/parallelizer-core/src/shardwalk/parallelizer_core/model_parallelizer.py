@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardwalk.mesh import DDPConfig, FSDP2Config, MegatronFSDPConfig, MeshContext
+from shardwalk.parallelizer_core.base_models import base_model_of, first_tensor_outside
 from shardwalk.parallelizer_core.ddp import wrap_ddp
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments, fsdp2_config
 from shardwalk.parallelizer_core.fsdp2.walk import finish_units
@@ -33,6 +34,10 @@ _registered: dict[type[nn.Module], Parallelizer] = {}
 def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     """Parallelize `model` as `mesh_context` says; it then trains to the numbers of one process.
 
+    A wrapper that names its base model by `get_base_model()`, as peft's does, is parallelized
+    through it: the base model's sidecar is used, and the base model is the root unit, so that it
+    can be called directly too (as `generate` does). Adapters must be in place before.
+
     Args:
         model: any module, on the meta device, the CPU or the mesh's device. Changed in place.
         mesh_context: what to apply and over which ranks; a bare `MeshContext()` shards nothing.
@@ -47,17 +52,21 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     """
     refuse_model(model)
     refuse_context(mesh_context)
+    target = _part_to_parallelize(model, mesh_context)
     before = remember_parameters(model)
-    parallelized = get_model_parallelizer(model).parallelize(model, mesh_context)
+    parallelized = get_model_parallelizer(model).parallelize(target, mesh_context)
     if not isinstance(parallelized, nn.Module):
         raise TypeError(
-            f"the sidecar of {type(model).__qualname__} returned {parallelized!r} from "
+            f"the sidecar of {type(target).__qualname__} returned {parallelized!r} from "
             f"parallelize; it must return the model"
         )
     finish_units(parallelized, fsdp2_config(mesh_context).mp_policy)
     for module in unwrap_model(parallelized).modules():
         if isinstance(module, FinalizesParallelization):
             module.finalize_parallelization(mesh_context)
+    if target is not model:
+        parallelized = _wrapper_around(parallelized, target, model)
+        record_mesh_context(target, mesh_context)
     forbid_steps_on_replaced(before, parallelized)
     record_mesh_context(parallelized, mesh_context)
     return parallelized
@@ -67,19 +76,13 @@ def get_model_parallelizer(model: nn.Module) -> Parallelizer:
     """The sidecar of `model`: its class's `parallelizer`, a registered one, or the default.
 
     Registered ones, by `register_parallelizer` or an installed package, are looked up along the
-    class's MRO.
+    class's MRO. A wrapper without a sidecar has that of the base model it names.
 
     Raises:
         TypeError: the sidecar found has no callable `parallelize`.
     """
-    cls = type(model)
-    sidecar: Parallelizer | None = getattr(cls, "parallelizer", None)
-    if sidecar is None:
-        sidecar = _registered_along_mro(cls)
-    if sidecar is None:
-        return _DEFAULT_PARALLELIZER
-    _check_sidecar(sidecar, cls)
-    return sidecar
+    own = _own_sidecar(type(model))
+    return own or _own_sidecar(type(base_model_of(model))) or _DEFAULT_PARALLELIZER
 
 
 def register_parallelizer(cls: type[nn.Module], parallelizer: Parallelizer) -> None:
@@ -161,6 +164,46 @@ def _parallelize_megatron_fsdp(model: nn.Module, mesh_context: MeshContext) -> n
 def _reapply_trainability(model: nn.Module, mesh_context: MeshContext) -> None:
     if mesh_context.reapply_trainability is not None:
         mesh_context.reapply_trainability(model)
+
+
+def _part_to_parallelize(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
+    """`model`, or the base model that it wraps; torch's DDP wrapper goes around the whole.
+
+    Raises:
+        ValueError: the wrapper adds parameters of its own around a base model with a sidecar.
+    """
+    base = base_model_of(model)
+    is_ddp = isinstance(mesh_context.strategy_config, DDPConfig)
+    if base is model or is_ddp or _own_sidecar(type(model)) is not None:
+        return model
+    outside = first_tensor_outside(base, model)
+    if outside is None:
+        return base
+    if _own_sidecar(type(base)) is not None:
+        raise ValueError(
+            f"{type(model).__qualname__} holds {outside} outside of its base model, whose sidecar "
+            f"(of {type(base).__qualname__}) would not shard it; register a sidecar for "
+            f"{type(model).__qualname__}"
+        )
+    return model
+
+
+def _wrapper_around(parallelized: nn.Module, base: nn.Module, wrapper: nn.Module) -> nn.Module:
+    if parallelized is not base:
+        raise TypeError(
+            f"the sidecar of {type(base).__qualname__} returned another module than it was given, "
+            f"which {type(wrapper).__qualname__} still holds; change the model in place"
+        )
+    return wrapper
+
+
+def _own_sidecar(cls: type[nn.Module]) -> Parallelizer | None:
+    sidecar: Parallelizer | None = getattr(cls, "parallelizer", None)
+    if sidecar is None:
+        sidecar = _registered_along_mro(cls)
+    if sidecar is not None:
+        _check_sidecar(sidecar, cls)
+    return sidecar
 
 
 def _registered_along_mro(cls: type) -> Parallelizer | None:

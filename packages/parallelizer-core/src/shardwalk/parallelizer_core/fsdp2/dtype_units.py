@@ -30,13 +30,14 @@ class UnitDtypes:
     """What the parameters of one unit share.
 
     Attributes:
-        compute: dtype in the forward.
+        compute: dtype in the forward; None where the policy casts nothing, so that each parameter
+            keeps its own and frozen ones of any dtype may sit beside the trainable ones.
         storage: dtype of the trainable parameters, None for a parameter that is frozen and fits any
             unit of its compute dtype.
         pinned: whether the compute dtype is pinned against the policy.
     """
 
-    compute: torch.dtype
+    compute: torch.dtype | None
     storage: torch.dtype | None
     pinned: bool
 
@@ -61,6 +62,7 @@ def shard_unit(module: nn.Module, door: Door, **kwargs: Any) -> nn.Module:
     ):
         return fully_shard_by_dtype(module, door, **kwargs)
     if unit is not None and unit.pinned:
+        assert unit.compute is not None
         kwargs["mp_policy"] = pinned_policy(policy, unit.compute)
     own_linear_outputs(module)
     attributes = {place: vars(p) for place, p in _places(module) if p not in ignored}
@@ -124,7 +126,7 @@ def _dtypes(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> UnitDtypes
     pinned = is_pinned(parameter)
     compute = parameter.dtype if pinned or not parameter.is_floating_point() else policy.param_dtype
     storage = parameter.dtype if parameter.requires_grad else None
-    return UnitDtypes(compute or parameter.dtype, storage, pinned)
+    return UnitDtypes(compute, storage, pinned)
 
 
 def _prevailing(weighed: Iterable[tuple[UnitDtypes, int]]) -> UnitDtypes | None:
@@ -132,7 +134,7 @@ def _prevailing(weighed: Iterable[tuple[UnitDtypes, int]]) -> UnitDtypes | None:
     weights: Counter[UnitDtypes] = Counter()
     for kind, weight in weighed:
         weights[kind] += weight
-    by_compute: Counter[tuple[torch.dtype, bool]] = Counter()
+    by_compute: Counter[tuple[torch.dtype | None, bool]] = Counter()
     for kind, weight in weights.items():
         by_compute[kind.compute, kind.pinned] += weight
     if not by_compute:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardwalk.mesh import get_fsdp_dp_mesh
+from shardwalk.parallelizer_core.base_models import base_model_of
 from shardwalk.parallelizer_core.parallel_state import mesh_context_of
 
 _END = "the end of the forward"
@@ -32,6 +33,8 @@ def check_unit_order(model: nn.Module) -> Iterator[None]:
         ValueError: `model` has no FSDP2 units.
         RuntimeError: from the forward, on every rank, naming what each rank was about to run.
     """
+    if not _is_unit(model):
+        model = base_model_of(model)
     mesh_context = mesh_context_of(model)
     if not _is_unit(model) or mesh_context is None:
         raise ValueError(
