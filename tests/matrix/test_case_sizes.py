@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from shardwalk.mesh import (
-    DDPConfig,
     DistributedSetup,
     FSDP2Config,
     MeshContext,
@@ -173,35 +172,6 @@ def test_a_step_makes_no_further_group(kind: str, world: int) -> None:
     assert all(before == after for before, after in run_on_ranks(world, groups_of_a_step, kind))
 
 
-def unheard() -> None:
-    mesh = context().device_mesh
-    for strategy in (FSDP2Config, DDPConfig):
-        for mode in (True, "full", "selective"):
-            wanted = "full" if mode is True else mode
-            asked = [
-                MeshContext.from_meshes(
-                    mesh, strategy_config=strategy(activation_checkpointing=mode)
-                ),
-                MeshContext.from_meshes(mesh, strategy_config=strategy()),
-            ]
-            asked[1].activation_checkpointing = mode
-            name = "ddp" if strategy is DDPConfig else "fsdp2"
-            asked.append(DistributedSetup.build(name, activation_checkpointing=mode).mesh_context)
-            for mesh_context in asked:
-                assert mesh_context.activation_checkpointing == wanted
-                with pytest.raises(ValueError, match=f"activation_checkpointing='{wanted}'"):
-                    parallelize_model(seeded(), mesh_context)
-        with pytest.raises(ValueError, match="did you mean 'selective'"):
-            strategy(activation_checkpointing="selectve")
-    with pytest.raises(ValueError, match="did you mean 'selective'"):
-        DistributedSetup.build("fsdp2", activation_checkpointing="selectve")
-
-
-def test_checkpointing_is_heard_wherever_it_is_asked_for() -> None:
-    """P11, P12: in this version that means refused by name, for every strategy; never full."""
-    run_on_ranks(2, unheard)
-
-
 def options_on_one_rank() -> None:
     for option, value in {
         "tp_plan": {"layers.0.up": "colwise"},
@@ -210,7 +180,7 @@ def options_on_one_rank() -> None:
         "autocast_dtype": torch.bfloat16,
         "patch_is_packed_sequence": True,
         "multimodal": {"frozen_sharding": "per_layer"},
-        "activation_checkpointing": "selective",
+        "activation_checkpointing_scope": "language",
     }.items():
         with pytest.raises(ValueError, match=option.replace("multimodal", "frozen_sharding")):
             parallel(seeded(), **{option: value})

@@ -22,7 +22,6 @@ from shardwalk.parallelizer_core import check_unit_order, sync_gradients_on_last
 from shardwalk.parallelizer_core.testing import TinyDecoder, cached, run_on_ranks
 from tests.matrix.case_models import (
     assert_equal,
-    context,
     gradients,
     parallel,
     seeded,
@@ -222,18 +221,6 @@ def test_ddp_with_a_part_that_a_step_leaves_out(name: str, views: bool) -> None:
             }
             assert_equal(zeros, wanted)
         assert_equal(after, trained)
-
-
-def refused_under_ddp() -> None:
-    for mode in (True, "full", "selective"):
-        with pytest.raises(ValueError, match="activation_checkpointing='"):
-            parallel(seeded(), "ddp", activation_checkpointing=mode)
-    assert context("ddp").activation_checkpointing is False
-
-
-def test_checkpointing_under_ddp_is_refused_by_name() -> None:
-    """B59, P11: it comes with a later version, and is not ignored until then."""
-    run_on_ranks(2, refused_under_ddp)
 
 
 def split_by_hand(kind: str) -> str:

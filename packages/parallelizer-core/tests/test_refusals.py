@@ -43,8 +43,6 @@ def refused_options():
         ("enable_compile", True, "enable_compile=True"),
         ("multimodal", {"frozen_sharding": "per_layer"}, "frozen_sharding='per_layer'"),
         ("multimodal", {"frozen_sharding": "replicate"}, "frozen_sharding='replicate'"),
-        ("activation_checkpointing", "full", "activation_checkpointing='full'"),
-        ("activation_checkpointing", "selective", "activation_checkpointing='selective'"),
         ("offload_policy", CPUOffloadPolicy(), "pin_memory=True.*accelerator"),
     ]:
         refuses(named, context(**{option: value}))
@@ -143,8 +141,8 @@ def set_and_parallelize(config):
 
 
 def set_later():
-    for config in (FSDP2Config(activation_checkpointing="full"), DDPConfig()):
-        with pytest.raises(ValueError, match="activation_checkpointing|moe_parallel_config"):
+    for config in (FSDP2Config(enable_compile=True), DDPConfig()):
+        with pytest.raises(ValueError, match="enable_compile|moe_parallel_config"):
             set_and_parallelize(config)
 
 
@@ -221,8 +219,8 @@ def test_compile_is_refused_where_it_is_asked_for():
 
 def hooks_refuse():
     sidecar, mesh = ModelParallelizer(), context().device_mesh
-    with pytest.raises(ValueError, match="activation_checkpointing=True"):
-        sidecar._apply(Decoder(), mesh, activation_checkpointing=True)
+    with pytest.raises(ValueError, match="did you mean 'full'"):
+        sidecar._apply(Decoder(), mesh, activation_checkpointing="ful")
     with pytest.raises(ValueError, match="enable_async_tensor_parallel=True"):
         sidecar._apply(Decoder(), mesh, enable_async_tensor_parallel=True)
     with pytest.raises(ValueError, match="frozen_multimodal_sharding='replicate'"):

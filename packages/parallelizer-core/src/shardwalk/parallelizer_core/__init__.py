@@ -1,5 +1,6 @@
 """Model-owned parallelization: the sidecar contract, the dense walk and what training needs."""
 
+from shardwalk.parallelizer_core.activation_checkpointing import apply_activation_checkpointing
 from shardwalk.parallelizer_core.checkpoint import (
     LoadedCheckpoint,
     load_checkpoint,
@@ -28,7 +29,16 @@ from shardwalk.parallelizer_core.optimizer_state import (
     optimizer_state_dict,
 )
 from shardwalk.parallelizer_core.parallelizer import ModelParallelizer
-from shardwalk.parallelizer_core.protocols import FinalizesParallelization
+from shardwalk.parallelizer_core.protocols import (
+    FinalizesParallelization,
+    HasCheckpointContext,
+    HasOpsToSave,
+)
+from shardwalk.parallelizer_core.recompute_replay import (
+    is_recomputing,
+    record_or_replay,
+    replay_contexts,
+)
 from shardwalk.parallelizer_core.state_dict_adapter import (
     RenamingAdapter,
     StateDictAdapter,
@@ -41,6 +51,8 @@ __all__ = [
     "ComputesBuffers",
     "FinalizesParallelization",
     "LoadedCheckpoint",
+    "HasCheckpointContext",
+    "HasOpsToSave",
     "ModelParallelizer",
     "RenamingAdapter",
     "StateDictAdapter",
@@ -48,6 +60,7 @@ __all__ = [
     "TokenNormalizer",
     "UnitInfo",
     "check_unit_order",
+    "apply_activation_checkpointing",
     "clip_grad_norm_",
     "compile_parallelized_model",
     "describe_units",
@@ -56,6 +69,7 @@ __all__ = [
     "get_total_norm",
     "load_checkpoint",
     "load_model_state_dict",
+    "is_recomputing",
     "load_optimizer_state_dict",
     "materialize",
     "model_state_dict",
@@ -65,5 +79,7 @@ __all__ = [
     "read_concatenated",
     "register_parallelizer",
     "save_checkpoint",
+    "record_or_replay",
     "sync_gradients_on_last",
+    "replay_contexts",
 ]

@@ -6,7 +6,7 @@ override methods on the units that shardwalk makes, never on torch's classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +22,27 @@ __all__ = [
     "RecordWrites",
     "TorchDispatchMode",
     "after_backward",
+    "argument_of",
+    "as_own_tensor",
     "drop_unreduced_gradients",
     "foreach_norms",
     "foreach_scale_",
     "forget_interrupted_forward",
     "forward_was_interrupted",
+    "gathered_parameters",
     "gradient_hooks_of",
+    "functional_collectives",
     "guard_fsdp_units",
+    "is_operator",
     "is_persistent_buffer",
     "move_hooks",
+    "mutates_arguments",
     "offloaded_parameters",
     "own_linear_outputs",
     "param_groups_of",
     "restore_sync_flags",
     "sync_flags_of",
+    "tensor_version",
 ]
 
 
@@ -102,9 +109,18 @@ def own_linear_outputs(module: nn.Module) -> None:
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
-    if isinstance(output, Tensor) and output._is_view():
-        return torch.ops.aten._unsafe_view.default(output, output.shape)
-    return output
+    return as_own_tensor(output) if isinstance(output, Tensor) else output
+
+
+def as_own_tensor(tensor: Tensor) -> Tensor:
+    """The same values as a tensor that is no view, where nobody holds what it is a view of.
+
+    torch 2.13's ``DTensor.to_local`` returns a view too.
+    """
+    if not tensor._is_view():
+        return tensor
+    own: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+    return own
 
 
 def after_backward(model: nn.Module, function: Callable[[], None]) -> None:
@@ -204,6 +220,20 @@ def _groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def gathered_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The whole copies that FSDP2 made of its parameters, under these' names (2.13.0).
+
+    They are what `parameters()` gives between a forward and its backward, and live on after it.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    for unit in fsdp_units(model):
+        for group in param_groups_of(unit):
+            for param in group.fsdp_params:
+                owner, name = param._module_info.module, param._module_info.param_name
+                if hasattr(param, "_unsharded_param") and id(owner) in names:
+                    yield f"{names[id(owner)]}.{name}".lstrip("."), param._unsharded_param
+
+
 def sync_flags_of(module: FSDPModule) -> list[tuple[bool, bool]]:
     """Per group of the unit: whether it reduce-scatters, and whether it all-reduces (2.13.0)."""
     return [(group.reduce_grads, group.all_reduce_grads) for group in param_groups_of(module)]
@@ -288,3 +318,37 @@ class RecordWrites(TorchDispatchMode):
             if argument.alias_info and argument.alias_info.is_write and isinstance(value, Tensor):
                 self._written.add(value.untyped_storage()._cdata)
         return func(*args, **given)
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; 0 where torch does not count (2.13.0)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def argument_of(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The value that a call of `op` gives an argument, its default, or None without one (2.13.0).
+
+    Operators have no public signature.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == name:
+            given = args[position] if position < len(args) else argument.default_value
+            return kwargs.get(name, given)
+    return None
+
+
+def mutates_arguments(op: Any) -> bool:
+    """Whether an operator writes to what it is given (2.13.0; only its schema says so)."""
+    return isinstance(op, torch._ops.OpOverload) and bool(op._schema.is_mutable)
+
+
+def is_operator(op: Any) -> bool:
+    """Whether a dispatch mode may meet `op`: an overload or a higher-order operator (2.13.0)."""
+    return isinstance(op, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
+
+
+def functional_collectives() -> Any:
+    """The namespace of the collectives that return what they made (2.13.0)."""
+    return torch.ops._c10d_functional

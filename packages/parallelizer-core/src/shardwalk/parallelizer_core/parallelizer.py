@@ -16,6 +16,7 @@ from shardwalk.mesh import (
     MeshContext,
     get_fsdp_dp_mesh,
 )
+from shardwalk.parallelizer_core.activation_checkpointing import apply_activation_checkpointing
 from shardwalk.parallelizer_core.fsdp2.dtype_units import shard_unit
 from shardwalk.parallelizer_core.fsdp2.embeddings import untied_trainable_tables
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments
@@ -66,7 +67,7 @@ class ModelParallelizer:
         frozen_multimodal_sharding: FrozenMultimodalSharding = "root",
         reapply_trainability: Callable[[nn.Module], None] | None = None,
     ) -> nn.Module:
-        """Apply the dense path: trainability, then units over the data-parallel axes.
+        """Apply the dense path: trainability, checkpointing, units over the data-parallel axes.
 
         Args:
             model: changed in place.
@@ -74,14 +75,15 @@ class ModelParallelizer:
             mp_policy: None is bf16 compute with fp32 reduction.
             reshard_after_forward: None frees every block but the last of a stack, and none in a
                 pipeline stage.
-            reapply_trainability: called on the model before it is sharded.
+            activation_checkpointing: False, "full" (or True), or "selective".
+            reapply_trainability: called on the model before it is changed, and again before it is
+                sharded.
 
         Raises:
             ValueError: an option that this version does not carry out, named with its value.
         """
         refuse_apply_options(
             sequence_parallel=sequence_parallel,
-            activation_checkpointing=activation_checkpointing,
             tp_shard_plan=tp_shard_plan,
             enable_async_tensor_parallel=enable_async_tensor_parallel,
             enable_compile=enable_compile,
@@ -90,6 +92,14 @@ class ModelParallelizer:
         )
         if _axis_size(device_mesh, tp_mesh_name) > 1:
             self._validate_tp_mesh(model, device_mesh[tp_mesh_name])
+        if reapply_trainability is not None:
+            reapply_trainability(model)
+        apply_activation_checkpointing(
+            model,
+            activation_checkpointing,
+            whole_layers=self._use_full_layer_activation_checkpointing(model),
+            scope=activation_checkpointing_scope,
+        )
         if reapply_trainability is not None:
             reapply_trainability(model)
         if reshard_after_forward is None and _axis_size(device_mesh, "pp") > 1:
@@ -200,8 +210,8 @@ class ModelParallelizer:
             self._fully_shard_module(table, **options.for_unit(reshard_after_forward=reshard))
 
     def _use_full_layer_activation_checkpointing(self, model: nn.Module) -> bool:
-        """Whether whole blocks of this model may be recomputed, rather than their parts."""
-        return False
+        """Whether "full" recomputes whole blocks of this model; else their parts one by one."""
+        return True
 
     def _validate_tp_mesh(self, model: nn.Module, tp_mesh: DeviceMesh) -> None:
         """Refuse a tensor-parallel mesh that the model cannot be split over.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from shardwalk.mesh import MeshContext
+from shardwalk.parallelizer_core.recompute_replay import ContextPair
+from shardwalk.parallelizer_core.selective_checkpointing import SaveRule
 
 
 class Parallelizer(Protocol):
@@ -33,3 +35,24 @@ class FinalizesParallelization(Protocol):
 
 ExpertParallelProvider = Callable[[nn.Module, MeshContext, Parallelizer], nn.Module]
 """The walk that a package registers under the entry point `shardwalk.expert_parallel`."""
+
+
+class HasCheckpointContext(Protocol):
+    """A block, or a module in it, that wants contexts around each checkpointed call and recompute.
+
+    Class or instance attribute. It is called once per checkpointed call, and core enters the pair
+    around its own without knowing what for; `replay_contexts` is one. The second context is entered
+    anew for each recompute, in whatever thread the backward runs in.
+    """
+
+    def checkpoint_context(self) -> ContextPair:
+        """The contexts of one call: around its forward and around its recomputes."""
+        ...
+
+
+class HasOpsToSave(Protocol):
+    """A block, or a module in it, that has more outputs kept under selective checkpointing."""
+
+    def ops_to_save(self) -> Mapping[Any, SaveRule]:
+        """By operator overload, a rule that is called with the arguments of each of its calls."""
+        ...

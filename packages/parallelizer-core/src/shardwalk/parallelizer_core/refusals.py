@@ -39,7 +39,6 @@ def refuse_apply_options(**options: object) -> None:
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "sequence_parallel": (False,),
-    "activation_checkpointing": (False,),
     "tp_shard_plan": (None,),
     "tp_plan": (None,),
     "enable_async_tensor_parallel": (False,),
@@ -77,7 +76,6 @@ def refuse_context(mesh_context: MeshContext) -> None:
             raise ValueError(
                 f"{axis}_size={size} {_LATER}; use {axis}_size=1 and give those ranks to dp_size"
             )
-    refuse_apply_options(activation_checkpointing=mesh_context.activation_checkpointing)
     _refuse_strategy(mesh_context)
     _refuse_unused_moe_config(mesh_context)
 
@@ -95,9 +93,6 @@ def _refuse_unused_moe_config(mesh_context: MeshContext) -> None:
 
 def _refuse_strategy(mesh_context: MeshContext) -> None:
     strategy = mesh_context.strategy_config
-    refuse_apply_options(
-        activation_checkpointing=getattr(strategy, "activation_checkpointing", False)
-    )
     if isinstance(strategy, MegatronFSDPConfig):
         raise ValueError(f"strategy='megatron_fsdp' {_LATER}; use 'fsdp2' or 'ddp'")
     if isinstance(strategy, DDPConfig):
