@@ -5,10 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from shardwalk.mesh import DDPConfig, FSDP2Config, MegatronFSDPConfig, MeshContext
-from shardwalk.parallelizer_core.activation_checkpointing import (
-    apply_activation_checkpointing,
-    refuse_checkpointing,
-)
 from shardwalk.parallelizer_core.base_models import base_model_of, first_tensor_outside
 from shardwalk.parallelizer_core.ddp import wrap_ddp
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments, fsdp2_config
@@ -24,10 +20,7 @@ from shardwalk.parallelizer_core.refusals import (
     refuse_offload,
     refuse_unshardable,
 )
-from shardwalk.parallelizer_core.stale_optimizers import (
-    forbid_steps_on_replaced,
-    remember_parameters,
-)
+from shardwalk.parallelizer_core.stale_optimizers import remember_parameters, watch_optimizers
 from shardwalk.parallelizer_core.start_values import check_equal_start
 
 _DEFAULT_PARALLELIZER = ModelParallelizer()
@@ -53,7 +46,6 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
         ValueError: a size or an option that does not fit or is not in this version, named with the
             way out, before any collective runs and on every rank alike.
         ImportError: expert parallelism without the package that provides it.
-    refuse_checkpointing(model, mesh_context.activation_checkpointing)
     """
     refuse_model(model)
     refuse_context(mesh_context)
@@ -72,7 +64,8 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     if target is not model:
         parallelized = _wrapper_around(parallelized, target, model)
         record_mesh_context(target, mesh_context)
-    forbid_steps_on_replaced(before, parallelized)
+    if mesh_context.device_mesh is not None:
+        watch_optimizers(before, parallelized)
     record_mesh_context(parallelized, mesh_context)
     return parallelized
 
@@ -119,12 +112,11 @@ def _apply_model_parallelizer(
     parallelizer: ModelParallelizer, model: nn.Module, mesh_context: MeshContext
 ) -> nn.Module:
     """Apply the strategy of `mesh_context` with the hooks of `parallelizer`."""
-        _checkpoint_activations(model, mesh_context, parallelizer)
     if mesh_context.device_mesh is None:
         _reapply_trainability(model, mesh_context)
         return model
     if isinstance(mesh_context.strategy_config, DDPConfig):
-        return _parallelize_ddp(model, mesh_context, parallelizer)
+        return _parallelize_ddp(model, mesh_context)
     if isinstance(mesh_context.strategy_config, MegatronFSDPConfig):
         return _parallelize_megatron_fsdp(model, mesh_context)
     refuse_unshardable(model)
@@ -136,10 +128,7 @@ def _apply_model_parallelizer(
     return _parallelize_fsdp2(model, mesh_context, parallelizer)
 
 
-def _parallelize_ddp(
-    model: nn.Module, mesh_context: MeshContext, parallelizer: ModelParallelizer
-) -> nn.Module:
-    _checkpoint_activations(model, mesh_context, parallelizer)
+def _parallelize_ddp(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     assert isinstance(mesh_context.strategy_config, DDPConfig)
     _reapply_trainability(model, mesh_context)
     return wrap_ddp(model, mesh_context, mesh_context.strategy_config)
@@ -168,17 +157,6 @@ def _parallelize_moe(
 def _parallelize_megatron_fsdp(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     refuse_context(mesh_context)
     raise AssertionError("refuse_context lets no Megatron-FSDP context pass")
-def _checkpoint_activations(
-    model: nn.Module, mesh_context: MeshContext, parallelizer: ModelParallelizer
-) -> None:
-    """Checkpoint where there is no dense path that does: under DDP and without a mesh."""
-    apply_activation_checkpointing(
-        model,
-        mesh_context.activation_checkpointing,
-        whole_layers=parallelizer._use_full_layer_activation_checkpointing(model),
-    )
-
-
 
 
 def _reapply_trainability(model: nn.Module, mesh_context: MeshContext) -> None:

@@ -14,6 +14,7 @@ from shardwalk.parallelizer_core._torch_compat import (
     forget_interrupted_forward,
     forward_was_interrupted,
 )
+from shardwalk.parallelizer_core.late_parameters import late_parameters_note
 from shardwalk.parallelizer_core.parallel_state import fsdp_units
 
 
@@ -41,6 +42,7 @@ def _after_forward(mp_policy: MixedPrecisionPolicy) -> Any:
         # open iteration says no more than that.
         if error is not None and forward_was_interrupted(root):
             forget_interrupted_forward(root)
+            _explain_late_parameters(error, root)
             _explain_dtype_error(error, mp_policy, args, kwargs)
         elif not _leads_to_a_backward(output):
             reshard_all(root)
@@ -51,6 +53,13 @@ def _after_forward(mp_policy: MixedPrecisionPolicy) -> Any:
 def _leads_to_a_backward(output: Any) -> bool:
     """Whether gradients may flow back: not where they are disabled, nor if all is frozen."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in _tensors([output]))
+
+
+def _explain_late_parameters(error: BaseException, root: nn.Module) -> None:
+    """Name adapters that took their sizes from weights which were shards already."""
+    note = late_parameters_note(root)
+    if note is not None and isinstance(error, Exception):
+        error.add_note(note)
 
 
 def _explain_dtype_error(
