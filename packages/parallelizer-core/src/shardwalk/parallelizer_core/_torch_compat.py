@@ -6,7 +6,7 @@ override methods on the units that shardwalk makes, never on torch's classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ __all__ = [
     "RecordWrites",
     "TorchDispatchMode",
     "after_backward",
+    "argument_of",
+    "as_own_tensor",
     "drop_unreduced_gradients",
     "foreach_norms",
     "foreach_scale_",
@@ -29,14 +31,18 @@ __all__ = [
     "forward_was_interrupted",
     "gathered_parameters",
     "gradient_hooks_of",
+    "functional_collectives",
     "guard_fsdp_units",
+    "is_operator",
     "is_persistent_buffer",
     "move_hooks",
+    "mutates_arguments",
     "offloaded_parameters",
     "own_linear_outputs",
     "param_groups_of",
     "restore_sync_flags",
     "sync_flags_of",
+    "tensor_version",
 ]
 
 
@@ -103,9 +109,18 @@ def own_linear_outputs(module: nn.Module) -> None:
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
-    if isinstance(output, Tensor) and output._is_view():
-        return torch.ops.aten._unsafe_view.default(output, output.shape)
-    return output
+    return as_own_tensor(output) if isinstance(output, Tensor) else output
+
+
+def as_own_tensor(tensor: Tensor) -> Tensor:
+    """The same values as a tensor that is no view, where nobody holds what it is a view of.
+
+    torch 2.13's ``DTensor.to_local`` returns a view too.
+    """
+    if not tensor._is_view():
+        return tensor
+    own: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+    return own
 
 
 def after_backward(model: nn.Module, function: Callable[[], None]) -> None:
@@ -303,3 +318,37 @@ class RecordWrites(TorchDispatchMode):
             if argument.alias_info and argument.alias_info.is_write and isinstance(value, Tensor):
                 self._written.add(value.untyped_storage()._cdata)
         return func(*args, **given)
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; 0 where torch does not count (2.13.0)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def argument_of(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The value that a call of `op` gives an argument, its default, or None without one (2.13.0).
+
+    Operators have no public signature.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == name:
+            given = args[position] if position < len(args) else argument.default_value
+            return kwargs.get(name, given)
+    return None
+
+
+def mutates_arguments(op: Any) -> bool:
+    """Whether an operator writes to what it is given (2.13.0; only its schema says so)."""
+    return isinstance(op, torch._ops.OpOverload) and bool(op._schema.is_mutable)
+
+
+def is_operator(op: Any) -> bool:
+    """Whether a dispatch mode may meet `op`: an overload or a higher-order operator (2.13.0)."""
+    return isinstance(op, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
+
+
+def functional_collectives() -> Any:
+    """The namespace of the collectives that return what they made (2.13.0)."""
+    return torch.ops._c10d_functional

@@ -5,6 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from shardwalk.mesh import DDPConfig, FSDP2Config, MegatronFSDPConfig, MeshContext
+from shardwalk.parallelizer_core.activation_checkpointing import (
+    apply_activation_checkpointing,
+    refuse_checkpointing,
+)
 from shardwalk.parallelizer_core.base_models import base_model_of, first_tensor_outside
 from shardwalk.parallelizer_core.ddp import wrap_ddp
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments, fsdp2_config
@@ -49,6 +53,7 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     """
     refuse_model(model)
     refuse_context(mesh_context)
+    refuse_checkpointing(model, mesh_context.activation_checkpointing)
     target = _part_to_parallelize(model, mesh_context)
     before = remember_parameters(model)
     parallelized = get_model_parallelizer(model).parallelize(target, mesh_context)
@@ -114,9 +119,10 @@ def _apply_model_parallelizer(
     """Apply the strategy of `mesh_context` with the hooks of `parallelizer`."""
     if mesh_context.device_mesh is None:
         _reapply_trainability(model, mesh_context)
+        _checkpoint_activations(model, mesh_context, parallelizer)
         return model
     if isinstance(mesh_context.strategy_config, DDPConfig):
-        return _parallelize_ddp(model, mesh_context)
+        return _parallelize_ddp(model, mesh_context, parallelizer)
     if isinstance(mesh_context.strategy_config, MegatronFSDPConfig):
         return _parallelize_megatron_fsdp(model, mesh_context)
     refuse_unshardable(model)
@@ -128,9 +134,12 @@ def _apply_model_parallelizer(
     return _parallelize_fsdp2(model, mesh_context, parallelizer)
 
 
-def _parallelize_ddp(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
+def _parallelize_ddp(
+    model: nn.Module, mesh_context: MeshContext, parallelizer: ModelParallelizer
+) -> nn.Module:
     assert isinstance(mesh_context.strategy_config, DDPConfig)
     _reapply_trainability(model, mesh_context)
+    _checkpoint_activations(model, mesh_context, parallelizer)
     return wrap_ddp(model, mesh_context, mesh_context.strategy_config)
 
 
@@ -157,6 +166,17 @@ def _parallelize_moe(
 def _parallelize_megatron_fsdp(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     refuse_context(mesh_context)
     raise AssertionError("refuse_context lets no Megatron-FSDP context pass")
+
+
+def _checkpoint_activations(
+    model: nn.Module, mesh_context: MeshContext, parallelizer: ModelParallelizer
+) -> None:
+    """Checkpoint where there is no dense path that does: under DDP and without a mesh."""
+    apply_activation_checkpointing(
+        model,
+        mesh_context.activation_checkpointing,
+        whole_layers=parallelizer._use_full_layer_activation_checkpointing(model),
+    )
 
 
 def _reapply_trainability(model: nn.Module, mesh_context: MeshContext) -> None:
