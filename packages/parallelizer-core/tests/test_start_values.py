@@ -6,8 +6,10 @@ import torch.distributed as dist
 from torch import nn
 from walk_toys import Decoder, context
 
+from shardwalk.mesh import DistributedSetup, ParallelismSizes
 from shardwalk.parallelizer_core import parallelize_model
-from shardwalk.parallelizer_core.testing import run_on_ranks
+from shardwalk.parallelizer_core.start_values import check_equal_start
+from shardwalk.parallelizer_core.testing import cached, run_on_ranks
 
 
 class WithBuffer(Decoder):
@@ -39,6 +41,73 @@ def test_one_different_tensor_is_named_on_every_rank(changed):
 def test_replicas_are_compared_too():
     for message in run_on_ranks(4, starts_with, "head.weight", 2, 2):
         assert message.startswith("head.weight has other values on ranks [2] ")
+
+
+def tp_mesh(sizes, names):
+    return cached(("start_values", sizes), lambda: init_mesh(sizes, names))
+
+
+def init_mesh(sizes, names):
+    parallelism = ParallelismSizes(**dict(zip(names, sizes, strict=True)))
+    return DistributedSetup.build("fsdp2", parallelism_sizes=parallelism).mesh_context.device_mesh
+
+
+def starts_over(sizes, names, changed):
+    """The message of this rank, whose tensors are changed as `changed` says, by its rank."""
+    torch.manual_seed(7)
+    model = WithBuffer()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name in changed.get(dist.get_rank(), ()):
+            tensors[name].copy_(tensors[name] + 1)
+    mesh = tp_mesh(sizes, names)
+    try:
+        check_equal_start(model, mesh)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+TP4 = ((4,), ("tp_size",))
+DP2_TP2 = ((2, 2), ("dp_size", "tp_size"))
+
+
+def test_tensor_parallel_peers_are_compared_too():
+    """Each cuts its part from its own copy."""
+    for message in run_on_ranks(4, starts_over, *TP4, {2: ["narrow"]}):
+        assert message.startswith("narrow has other values on tp ranks [2] than on tp ")
+    assert run_on_ranks(4, starts_over, *TP4, {}) == [None] * 4
+    assert run_on_ranks(4, starts_over, *DP2_TP2, {}) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "start"),
+    [
+        # One odd rank: its data-parallel group sees it first, the other group hears of it.
+        (
+            {3: ["head.weight"]},
+            "head.weight has other values on ranks [3] than on rank 1 ",
+        ),
+        (
+            {2: ["head.weight"]},
+            "head.weight has other values on ranks [2] than on rank 0 ",
+        ),
+        # Both data-parallel groups have something of their own to say.
+        (
+            {2: ["steps"], 1: ["norm.bias"]},
+            "steps has other values on ranks [2] than on rank 0 ",
+        ),
+        # Data-parallel peers agree, tensor-parallel ones do not.
+        (
+            {1: ["narrow"], 3: ["narrow"]},
+            "narrow has other values on tp ranks [1] than on tp rank 0 ",
+        ),
+    ],
+)
+def test_every_rank_raises_the_same_wherever_the_difference_is(changed, start):
+    messages = run_on_ranks(4, starts_over, *DP2_TP2, changed)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(start)
 
 
 def start_of_one_rank(change):

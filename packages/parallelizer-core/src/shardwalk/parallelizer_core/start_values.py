@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,35 +13,75 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwalk.mesh import get_flat_mesh
 
+_T = TypeVar("_T")
 Fingerprint = tuple[tuple[int, ...], str, bool, int | None]
 
 _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def check_equal_start(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Compare the parameters and buffers of `model` over all data-parallel ranks.
+@dataclass(frozen=True)
+class _Difference:
+    """The first tensor that differs over an axis: on which of its ranks, from which one."""
 
-    One exchange, of a few numbers for each tensor. Values on the meta device are none yet.
+    name: str
+    others: list[int]
+    first: int
+
+
+def check_equal_start(model: nn.Module, device_mesh: DeviceMesh) -> None:
+    """Compare the parameters and buffers of `model` over all ranks of its pipeline stage.
+
+    Data-parallel ranks keep shards or copies of one model, and tensor-parallel peers each cut their
+    part from their own copy. Two exchanges at most, of a few numbers for each tensor. Values on the
+    meta device are none yet.
 
     Raises:
         ValueError: on every rank, naming the first tensor that differs and the ranks that differ.
     """
-    mesh = get_flat_mesh(device_mesh, "dp_cp")
-    if mesh.size() == 1:
-        return
     own = {name: _fingerprint(tensor) for name, tensor in _tensors(model)}
-    rows: list[dict[str, Fingerprint]] = [{}] * mesh.size()
+    found = _over_data_ranks(own, get_flat_mesh(device_mesh, "dp_cp"))
+    where = "ranks"
+    if "tp" in (device_mesh.mesh_dim_names or ()) and device_mesh["tp"].size() > 1:
+        # What a data-parallel group found goes along, so that all groups raise, and raise alike.
+        reports = _exchange((found, own), device_mesh["tp"])
+        found = next((report for report, _ in reports if report is not None), None)
+        if found is None:
+            found = _first_difference([row for _, row in reports], list(range(len(reports))))
+            where = "tp ranks"
+    if found is not None:
+        raise ValueError(
+            f"{found.name} has other values on {where} {found.others} than on "
+            f"{where.removesuffix('s')} {found.first} (or another shape, dtype or requires_grad): "
+            f"build the model from one seed or checkpoint on every rank, or on the meta device and "
+            f"call materialize after parallelize_model"
+        )
+
+
+def _over_data_ranks(own: dict[str, Fingerprint], mesh: DeviceMesh) -> _Difference | None:
+    if mesh.size() == 1:
+        return None
+    return _first_difference(_exchange(own, mesh), dist.get_process_group_ranks(mesh.get_group()))
+
+
+def _exchange(own: _T, mesh: DeviceMesh) -> list[_T]:
+    rows: list[Any] = [None] * mesh.size()
     dist.all_gather_object(rows, own, group=mesh.get_group())
-    names = dict.fromkeys(name for row in rows for name in row)
-    for name in names:
-        others = [place for place, row in enumerate(rows) if row.get(name) != rows[0].get(name)]
+    return rows
+
+
+def _first_difference(
+    rows: Sequence[dict[str, Fingerprint]], ranks: Sequence[int]
+) -> _Difference | None:
+    for name in dict.fromkeys(name for row in rows for name in row):
+        others = [
+            rank
+            for rank, row in zip(ranks, rows, strict=True)
+            if row.get(name) != rows[0].get(name)
+        ]
         if others:
-            raise ValueError(
-                f"{name} has other values on ranks {others} of the mesh than on rank 0 (or another "
-                f"shape, dtype or requires_grad): build the model from one seed or checkpoint on "
-                f"every rank, or on the meta device and call materialize after parallelize_model"
-            )
+            return _Difference(name, others, ranks[0])
+    return None
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
