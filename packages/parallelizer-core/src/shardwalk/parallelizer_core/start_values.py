@@ -39,12 +39,15 @@ def check_equal_start(model: nn.Module, device_mesh: DeviceMesh) -> None:
     Raises:
         ValueError: on every rank, naming the first tensor that differs and the ranks that differ.
     """
+    data, tp = get_flat_mesh(device_mesh, "dp_cp"), _tensor_parallel_axis(device_mesh)
+    if data.size() == 1 and tp is None:
+        return
     own = {name: _fingerprint(tensor) for name, tensor in _tensors(model)}
-    found = _over_data_ranks(own, get_flat_mesh(device_mesh, "dp_cp"))
+    found = _over_data_ranks(own, data)
     where = "ranks"
-    if "tp" in (device_mesh.mesh_dim_names or ()) and device_mesh["tp"].size() > 1:
+    if tp is not None:
         # What a data-parallel group found goes along, so that all groups raise, and raise alike.
-        reports = _exchange((found, own), device_mesh["tp"])
+        reports = _exchange((found, own), tp)
         found = next((report for report, _ in reports if report is not None), None)
         if found is None:
             found = _first_difference([row for _, row in reports], list(range(len(reports))))
@@ -56,6 +59,11 @@ def check_equal_start(model: nn.Module, device_mesh: DeviceMesh) -> None:
             f"build the model from one seed or checkpoint on every rank, or on the meta device and "
             f"call materialize after parallelize_model"
         )
+
+
+def _tensor_parallel_axis(device_mesh: DeviceMesh) -> DeviceMesh | None:
+    has_axis = "tp" in (device_mesh.mesh_dim_names or ())
+    return device_mesh["tp"] if has_axis and device_mesh["tp"].size() > 1 else None
 
 
 def _over_data_ranks(own: dict[str, Fingerprint], mesh: DeviceMesh) -> _Difference | None:
