@@ -6,6 +6,7 @@ from shardwalk.parallelizer_core.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from shardwalk.parallelizer_core.export import export_safetensors
 from shardwalk.parallelizer_core.fsdp2.dtype_units import fully_shard_by_dtype
 from shardwalk.parallelizer_core.fsdp2.unit_order import check_unit_order
 from shardwalk.parallelizer_core.fsdp2.unit_table import UnitInfo, describe_units
@@ -50,26 +51,27 @@ from shardwalk.parallelizer_core.state_mismatch import StateMismatchError
 __all__ = [
     "ComputesBuffers",
     "FinalizesParallelization",
-    "LoadedCheckpoint",
     "HasCheckpointContext",
     "HasOpsToSave",
+    "LoadedCheckpoint",
     "ModelParallelizer",
     "RenamingAdapter",
     "StateDictAdapter",
     "StateMismatchError",
     "TokenNormalizer",
     "UnitInfo",
-    "check_unit_order",
     "apply_activation_checkpointing",
+    "check_unit_order",
     "clip_grad_norm_",
     "compile_parallelized_model",
     "describe_units",
+    "export_safetensors",
     "fully_shard_by_dtype",
     "get_model_parallelizer",
     "get_total_norm",
+    "is_recomputing",
     "load_checkpoint",
     "load_model_state_dict",
-    "is_recomputing",
     "load_optimizer_state_dict",
     "materialize",
     "model_state_dict",
@@ -77,9 +79,9 @@ __all__ = [
     "optimizer_state_dict",
     "parallelize_model",
     "read_concatenated",
-    "register_parallelizer",
-    "save_checkpoint",
     "record_or_replay",
-    "sync_gradients_on_last",
+    "register_parallelizer",
     "replay_contexts",
+    "save_checkpoint",
+    "sync_gradients_on_last",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwalk.parallelizer_core.state_dict_adapter import Index
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
@@ -94,7 +94,7 @@ class SafetensorsReader:
             part = handle.get_slice(key)
             self._files[key] = handle
             self._tensors[key] = TensorInfo(
-                shape=tuple(part.get_shape()), dtype=_SAFETENSORS_DTYPES.get(part.get_dtype())
+                shape=tuple(part.get_shape()), dtype=SAFETENSORS_DTYPES.get(part.get_dtype())
             )
 
 

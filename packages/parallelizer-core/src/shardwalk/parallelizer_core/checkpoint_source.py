@@ -14,7 +14,9 @@ from shardwalk.parallelizer_core.model_tensors import ModelTensor, local_index, 
 from shardwalk.parallelizer_core.state_dict_adapter import Index, StateDictAdapter
 from shardwalk.parallelizer_core.state_mismatch import StateMismatch
 
-_CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""The dtypes that convert into each other between a model and its files; no other is ever cast."""
+
 _BLOCK_ELEMENTS = 1 << 24
 _WAY_OUT = (
     "Give the model a state_dict_adapter when its files use other names or layouts, or list "
@@ -112,7 +114,7 @@ def check_dtype(
     key: str, model: torch.dtype, source: torch.dtype | None, mismatch: StateMismatch
 ) -> None:
     """Ordinary floats convert into each other; anything else must be equal."""
-    if model != source and not {model, source} <= _CASTABLE:
+    if model != source and not {model, source} <= CASTABLE:
         mismatch.differing.append(f"{key} (model {model}, source {source}: never cast)")
 
 

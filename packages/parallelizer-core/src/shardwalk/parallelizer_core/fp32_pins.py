@@ -8,11 +8,13 @@ module: `gate` pins every parameter in a module called gate, `mlp.gate.weight` o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwalk.parallelizer_core.model_tensors import canonical_name
 
 PIN_ATTRIBUTE = "_keep_in_fp32_modules_strict"
 
@@ -43,6 +45,24 @@ def pin_fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def is_pinned(parameter: nn.Parameter) -> bool:
     """Whether `pin_fp32_parameters` marked this parameter."""
     return parameter in _pinned
+
+
+def pinned_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of the canonical names of tensors that `model`, or a module in it, pins to fp32.
+
+    For what only reads: nothing is marked or widened, and a pin that matches nothing is no error.
+    """
+    pins = [
+        (canonical_name(prefix), canonical_name(pin))
+        for prefix, owner in model.named_modules()
+        for pin in _pins_of(owner)
+    ]
+    return {name for name in names for prefix, pin in pins if _is_below(name, prefix, pin)}
+
+
+def _is_below(name: str, prefix: str, pin: str) -> bool:
+    inside = f".{name}".removeprefix(f".{prefix}." if prefix else ".")
+    return inside != f".{name}" and _has_segments(inside, pin)
 
 
 def _pins_of(module: nn.Module) -> Iterator[str]:

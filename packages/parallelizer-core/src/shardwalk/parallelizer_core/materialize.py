@@ -33,7 +33,7 @@ from shardwalk.parallelizer_core.model_tensors import ModelTensor, model_tensors
 from shardwalk.parallelizer_core.module_initializers import ModuleInitializers, ModuleSource
 from shardwalk.parallelizer_core.non_persistent_buffers import rebuild_buffers
 from shardwalk.parallelizer_core.parallel_state import fsdp_units, unwrap_model
-from shardwalk.parallelizer_core.state_dict_adapter import SAME_NAMES, StateDictAdapter
+from shardwalk.parallelizer_core.state_dict_adapter import adapter_of
 
 Checkpoint = str | Path | CheckpointReader
 Init = InitFunction | Literal["reset_parameters"]
@@ -150,17 +150,9 @@ def _source(
         if is_dcp_folder(Path(checkpoint)):
             return DCPSource(Path(checkpoint), ignore)
         reader: CheckpointReader = SafetensorsReader(checkpoint)
-        return ReaderSource(reader, _adapter(models), ignore, f"checkpoint {checkpoint}")
+        return ReaderSource(reader, adapter_of(models), ignore, f"checkpoint {checkpoint}")
     assert checkpoint is not None
-    return ReaderSource(checkpoint, _adapter(models), ignore, "the checkpoint")
-
-
-def _adapter(models: list[nn.Module]) -> StateDictAdapter:
-    for model in models:
-        adapter: StateDictAdapter | None = getattr(unwrap_model(model), "state_dict_adapter", None)
-        if adapter is not None:
-            return adapter
-    return SAME_NAMES
+    return ReaderSource(checkpoint, adapter_of(models), ignore, "the checkpoint")
 
 
 def _is_rebuilt(entry: ModelTensor, *, from_init: bool) -> bool:

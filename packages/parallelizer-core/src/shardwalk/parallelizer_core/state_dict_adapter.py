@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from shardwalk.parallelizer_core.parallel_state import unwrap_model
 
 Index = tuple[slice, ...]
 ReadSlice = Callable[[str, Index], Tensor]
@@ -30,7 +32,10 @@ class StateDictAdapter(Protocol):
         ...
 
     def to_file(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        """The file tensors that hold the full native tensor `tensor`."""
+        """The file tensors that hold the full native tensor `tensor`, which is not to be changed.
+
+        Keys and shapes are those of `file_shapes`; the dtype may be another one.
+        """
         ...
 
 
@@ -55,6 +60,15 @@ class RenamingAdapter:
     def to_file(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
         """The tensor under its key."""
         return {self._rename(name): tensor}
+
+
+def adapter_of(models: Sequence[nn.Module]) -> StateDictAdapter:
+    """The adapter that the models have, or that of files with the model's own names."""
+    for model in models:
+        adapter: StateDictAdapter | None = getattr(unwrap_model(model), "state_dict_adapter", None)
+        if adapter is not None:
+            return adapter
+    return SAME_NAMES
 
 
 SAME_NAMES = RenamingAdapter(lambda name: name)
