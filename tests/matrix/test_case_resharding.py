@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from shardwalk.parallelizer_core.state_dicts import model_state_dict
+from shardwalk.parallelizer_core import load_checkpoint, save_checkpoint
+from shardwalk.parallelizer_core.state_dicts import load_model_state_dict, model_state_dict
 from shardwalk.parallelizer_core.testing import TinyDecoder, run_on_ranks
 from tests.matrix.case_models import (
     BF16,
@@ -148,6 +150,64 @@ def test_weights_changed_after_a_forward_are_those_of_the_next(make: Any) -> Non
             expected.append(logits_of(reference, tokens()))
     for found in run_on_ranks(2, changed_in_between, make):
         torch.testing.assert_close(list(found), expected, rtol=1e-5, atol=1e-6)
+
+
+def averaged(model: nn.Module) -> dict[str, Tensor]:
+    """Other values for every parameter, in the layout of the model."""
+    return {name: parameter.detach() * 0.5 + 0.01 for name, parameter in model.named_parameters()}
+
+
+def swap_in(model: nn.Module, values: dict[str, Tensor], how: str) -> None:
+    if how == "load":
+        load_model_state_dict(model, values, strict=False)
+        return
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+
+
+def evaluated(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return logits_of(model, tokens())
+
+
+def swapped_and_saved(make: Any, kind: str, how: str, folder: Path) -> dict[str, Any]:
+    """Eval, all weights changed, eval, save; then a step, and the old weights back again."""
+    model = parallel(seeded(make), kind)
+    own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    found = {"before": evaluated(model)}
+    swap_in(model, averaged(model), how)
+    found["swapped"] = evaluated(model)
+    found["state"] = model_state_dict(model, full=True)
+    save_checkpoint(folder, model)
+    mean_loss(model, mine(tokens())).backward()
+    found["gradients"] = gradients(model)
+    swap_in(model, own, how)
+    found["after"] = evaluated(model)
+    load_checkpoint(folder, model)
+    found["loaded"] = evaluated(model)
+    return found
+
+
+@pytest.mark.parametrize("how", ["copy", "load"])
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 1), ("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize("make", MAKERS)
+def test_weights_swapped_between_evaluations_are_used_and_saved(
+    make: Any, kind: str, world: int, how: str, tmp_path: Path
+) -> None:
+    """B70: eval, change all weights, eval, save; and a step on the new ones."""
+    reference = seeded(make)
+    expected = {"before": evaluated(reference)}
+    expected["after"] = expected["before"]
+    swap_in(reference, averaged(reference), "copy")
+    expected["swapped"] = expected["loaded"] = evaluated(reference)
+    mean_loss(reference, tokens()).backward()
+    for found in run_on_ranks(world, swapped_and_saved, make, kind, how, tmp_path):
+        for name, logits in expected.items():
+            torch.testing.assert_close(found[name], logits, rtol=1e-5, atol=1e-6, msg=name)
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(found["state"][name], value, rtol=1e-6, atol=1e-7)
+        assert_equal(found["gradients"], gradients(reference))
 
 
 def log_likelihood(model: nn.Module, ids: Tensor) -> Tensor:

@@ -30,18 +30,18 @@ SIZES: dict[str, Any] = {
 }
 
 
-def llama(tied: bool) -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+def llama(tied: bool, **sizes: Any) -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}, tie_word_embeddings=tied))
 
 
-def qwen3(tied: bool) -> nn.Module:
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
+def qwen3(tied: bool, **sizes: Any) -> nn.Module:
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **sizes}, tie_word_embeddings=tied))
 
 
-def gemma3(tied: bool) -> nn.Module:
+def gemma3(tied: bool, **sizes: Any) -> nn.Module:
     """Sliding and full attention layers, each kind with rotary frequencies of its own."""
     config = Gemma3TextConfig(
-        **SIZES,
+        **{**SIZES, **sizes},
         tie_word_embeddings=tied,
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],

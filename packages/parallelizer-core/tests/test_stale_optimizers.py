@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from walk_toys import Decoder, context, ids
 
@@ -23,10 +24,68 @@ def built_too_early(optimizer):
     return bool((model.head.weight.full_tensor() != before).any())
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_on_replaced_parameters_is_an_error(world, optimizer):
+    """B19: never a step that changes nothing; Adagrad has state of the old ones from the start."""
     assert run_on_ranks(world, built_too_early, optimizer) == [True] * world
+
+
+def built_on_meta():
+    with torch.device("meta"):
+        model = Decoder()
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallelize_model(model, context())
+    with pytest.raises(RuntimeError, match=r"built before parallelize_model, .*embed\.weight"):
+        early.step()
+
+
+def test_an_optimizer_built_over_meta_parameters_is_an_error_too():
+    """B19."""
+    run_on_ranks(2, built_on_meta)
+
+
+def three_steps(model, optimizer, rows):
+    with torch.no_grad():
+        model(rows)
+    step = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step.zero_grad()
+        model(rows).square().mean().backward()
+        with torch.no_grad():
+            model(rows)
+        step.step()
+    return {
+        name: getattr(parameter, "full_tensor", parameter.clone)().detach()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def three_steps_on_ranks(optimizer, strategy, replicas):
+    torch.manual_seed(7)
+    mesh_context = context(dp_replicate_size=replicas)
+    if strategy == "ddp":
+        mesh = mesh_context.device_mesh
+        mesh_context = MeshContext.from_meshes(mesh, strategy_config=DDPConfig())
+    model = parallelize_model(Decoder(), mesh_context)
+    rows = ids(8, 5).chunk(dist.get_world_size())[dist.get_rank()]
+    return three_steps(model, optimizer, rows)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
+@pytest.mark.parametrize(
+    ("world", "strategy", "replicas"),
+    [(1, "fsdp2", None), (2, "fsdp2", None), (4, "fsdp2", 2), (2, "ddp", None)],
+)
+def test_an_optimizer_built_after_a_forward_without_gradients_trains(
+    world, strategy, replicas, optimizer
+):
+    """B19: the parameters that it gets are the ones training changes, as in one process."""
+    torch.manual_seed(7)
+    expected = three_steps(Decoder(), optimizer, ids(8, 5))
+    for found in run_on_ranks(world, three_steps_on_ranks, optimizer, strategy, replicas):
+        for (name, weight), wanted in zip(found.items(), expected.values(), strict=True):
+            torch.testing.assert_close(weight, wanted, rtol=1e-4, atol=1e-4, msg=name)
 
 
 def early_and_right():

@@ -15,8 +15,9 @@ def base_model_of(model: nn.Module) -> nn.Module:
     """
     get_base_model = getattr(model, "get_base_model", None)
     base = get_base_model() if callable(get_base_model) else None
-    is_inside = isinstance(base, nn.Module) and any(base is module for module in model.modules())
-    return base if is_inside else model
+    if isinstance(base, nn.Module) and any(base is module for module in model.modules()):
+        return base
+    return model
 
 
 def first_tensor_outside(base: nn.Module, model: nn.Module) -> str | None:
