@@ -122,9 +122,7 @@ class Renamed(toys.Attention):
         return self.o_proj(self.q_proj(x) + self.k_proj(x) + self.v_proj(x))
 
 
-class Unnamed(toys.Attention):
-    """A call by keyword would not show which tensor is the input."""
-
+class WithMask(toys.Attention):
     def forward(self, x, mask):
         return self.o_proj(self.q_proj(x) + self.k_proj(x) + self.v_proj(x) + mask)
 
@@ -135,12 +133,18 @@ class Twice(toys.Attention):
         return self.o_proj(q + self.v_proj(hidden_states))
 
 
-@pytest.mark.parametrize("attention", [Reader, Renamed, Unnamed, Twice])
+@pytest.mark.parametrize("attention", [Reader, Renamed, Twice])
 def test_one_collective_serves_all_projections_only_where_the_source_proves_it(attention):
     plan = plan_of(decoder(changed_block(lambda block: None, attention=attention)))
     assert plan["layers.0.attention"] == (COUNTS,)
     assert plan["layers.0.attention.k_proj"] == (ColumnParallel(),)
     assert plan["layers.0.mlp"] == (SharedInput(),)
+
+
+def test_other_arguments_of_an_attention_leave_its_input_alone():
+    plan = plan_of(decoder(changed_block(lambda block: None, attention=WithMask)))
+    assert plan["layers.0.attention"] == (SharedInput(), COUNTS)
+    assert plan["layers.0.attention.k_proj"] == (ColumnParallel(shared_input=True),)
 
 
 def test_a_residual_inside_a_gated_layer_is_not_counted_once_per_rank():

@@ -47,6 +47,7 @@ from shardwalk.parallelizer_core.state_dict_adapter import (
 )
 from shardwalk.parallelizer_core.state_dicts import load_model_state_dict, model_state_dict
 from shardwalk.parallelizer_core.state_mismatch import StateMismatchError
+from shardwalk.parallelizer_core.tensor_parallel import register_tp_plan
 
 __all__ = [
     "ComputesBuffers",
@@ -81,6 +82,7 @@ __all__ = [
     "read_concatenated",
     "record_or_replay",
     "register_parallelizer",
+    "register_tp_plan",
     "replay_contexts",
     "save_checkpoint",
     "sync_gradients_on_last",

@@ -7,6 +7,7 @@ override methods on the units that shardwalk makes, never on torch's classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from shardwalk.parallelizer_core.parallel_state import fsdp_units
 
@@ -39,10 +40,12 @@ __all__ = [
     "mutates_arguments",
     "offloaded_parameters",
     "own_linear_outputs",
+    "own_output",
     "param_groups_of",
     "restore_sync_flags",
     "sync_flags_of",
     "tensor_version",
+    "without_innermost_mode",
 ]
 
 
@@ -100,12 +103,17 @@ def own_linear_outputs(module: nn.Module) -> None:
     nobody else holds. Where such an output leaves a unit, FSDP2 warns of it: an in-place op on a
     view drops the hook that gathers the weights for the backward.
     """
-    is_biased = isinstance(module, nn.Linear) and module.bias is not None
-    if is_biased and _own_output not in module._forward_hooks.values():
-        module.register_forward_hook(_own_output)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        own_output(module)
     for child in module.children():
         if not isinstance(child, FSDPModule):
             own_linear_outputs(child)
+
+
+def own_output(module: nn.Module) -> None:
+    """Let `module` return a tensor of its own rather than a view of one that nobody holds."""
+    if _own_output not in module._forward_hooks.values():
+        module.register_forward_hook(_own_output)
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
@@ -352,3 +360,11 @@ def is_operator(op: Any) -> bool:
 def functional_collectives() -> Any:
     """The namespace of the collectives that return what they made (2.13.0)."""
     return torch.ops._c10d_functional
+
+
+def without_innermost_mode() -> AbstractContextManager[Any]:
+    """Take the innermost dispatch mode off the stack for a while (2.13.0).
+
+    Inside ``__torch_dispatch__`` that is the mode below the one that dispatches.
+    """
+    return _pop_mode_temporarily()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from shardwalk.mesh import (
     FrozenMultimodalSharding,
     MeshContext,
     get_fsdp_dp_mesh,
+    get_submesh,
 )
 from shardwalk.parallelizer_core.activation_checkpointing import apply_activation_checkpointing
 from shardwalk.parallelizer_core.fsdp2.dtype_units import shard_unit
@@ -24,6 +25,8 @@ from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions, walk_dense
 from shardwalk.parallelizer_core.plugins import expert_parallel_provider
 from shardwalk.parallelizer_core.refusals import refuse_apply_options
 from shardwalk.parallelizer_core.start_values import check_equal_start
+from shardwalk.parallelizer_core.tensor_parallel.parallelize import parallelize_tensors
+from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_model
 
 
 class ModelParallelizer:
@@ -67,12 +70,15 @@ class ModelParallelizer:
         frozen_multimodal_sharding: FrozenMultimodalSharding = "root",
         reapply_trainability: Callable[[nn.Module], None] | None = None,
     ) -> nn.Module:
-        """Apply the dense path: trainability, checkpointing, units over the data-parallel axes.
+        """Apply the dense path: tensor parallelism, checkpointing, data-parallel units.
 
         Args:
             model: changed in place.
             device_mesh: the root mesh with the axes that the `*_mesh_name` arguments name.
             mp_policy: None is bf16 compute with fp32 reduction.
+            sequence_parallel: split hidden states over the sequence between the layers of a block.
+            tp_shard_plan: module-path patterns -> styles, or a name or import path of such a plan;
+                None is `_tp_plan`, else the structural default.
             reshard_after_forward: None frees every block but the last of a stack, and none in a
                 pipeline stage.
             activation_checkpointing: False, "full" (or True), or "selective".
@@ -83,17 +89,25 @@ class ModelParallelizer:
             ValueError: an option that this version does not carry out, named with its value.
         """
         refuse_apply_options(
-            sequence_parallel=sequence_parallel,
-            tp_shard_plan=tp_shard_plan,
             enable_async_tensor_parallel=enable_async_tensor_parallel,
             enable_compile=enable_compile,
             activation_checkpointing_scope=activation_checkpointing_scope,
             frozen_multimodal_sharding=frozen_multimodal_sharding,
         )
-        if _axis_size(device_mesh, tp_mesh_name) > 1:
-            self._validate_tp_mesh(model, device_mesh[tp_mesh_name])
+        has_tp_axis = tp_mesh_name in (device_mesh.mesh_dim_names or ())
+        tp_mesh = get_submesh(device_mesh, tp_mesh_name) if has_tp_axis else None
+        if tp_mesh is not None and tp_mesh.size() > 1:
+            self._validate_tp_mesh(model, tp_mesh)
         if reapply_trainability is not None:
             reapply_trainability(model)
+        parallelize_tensors(
+            model,
+            tp_mesh,
+            requested=tp_shard_plan,
+            sequence_parallel=sequence_parallel,
+            sidecar=self,
+            sidecar_plan=self._tp_plan,
+        )
         apply_activation_checkpointing(
             model,
             activation_checkpointing,
@@ -214,16 +228,24 @@ class ModelParallelizer:
         return True
 
     def _validate_tp_mesh(self, model: nn.Module, tp_mesh: DeviceMesh) -> None:
-        """Refuse a tensor-parallel mesh that the model cannot be split over.
+        """Refuse a tensor-parallel mesh that this model cannot be split over, whatever its plan.
+
+        The base class refuses what no plan makes right: adapters and dropout. Head counts and
+        feature sizes are checked against the plan, wherever it came from.
 
         Raises:
-            ValueError: the mesh has more than one rank; this version has no tensor parallelism.
+            ValueError: names the module and the way out.
         """
-        if tp_mesh.size() > 1:
-            raise ValueError(
-                f"tp_size={tp_mesh.size()}: tensor parallelism is not in this version of "
-                f"shardwalk-parallelizer-core; use tp_size=1 and give those ranks to dp_size"
-            )
+        validate_tp_model(model, tp_mesh.size())
+
+    def _tp_plan(self, model: nn.Module, sequence_parallel: bool) -> Mapping[str, Any] | None:
+        """The tensor-parallel plan of this model, for when none is requested.
+
+        Returns:
+            Module-path patterns (`layers.*.attention.wq`) -> a ParallelStyle or a tuple of them;
+            None for the structural default.
+        """
+        return None
 
 
 def _axis_size(mesh: DeviceMesh, name: str) -> int:

@@ -38,9 +38,6 @@ def refuse_apply_options(**options: object) -> None:
 
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
-    "sequence_parallel": (False,),
-    "tp_shard_plan": (None,),
-    "tp_plan": (None,),
     "enable_async_tensor_parallel": (False,),
     "enable_compile": (False,),
     "activation_checkpointing_scope": ("all", None),
@@ -70,7 +67,7 @@ def refuse_context(mesh_context: MeshContext) -> None:
             f"rank {rank} is not one of the ranks of this mesh; call parallelize_model only where "
             f"mesh_context.is_member is True"
         )
-    for axis in ("tp", "pp", "cp"):
+    for axis in ("pp", "cp"):
         size = getattr(mesh_context, f"{axis}_size")
         if size > 1:
             raise ValueError(
@@ -111,8 +108,6 @@ def _refuse_strategy(mesh_context: MeshContext) -> None:
 
 def _refuse_fsdp2_options(strategy: FSDP2Config) -> None:
     refuse_apply_options(
-        sequence_parallel=strategy.sequence_parallel,
-        tp_plan=strategy.tp_plan,
         patch_is_packed_sequence=strategy.patch_is_packed_sequence,
         autocast_dtype=strategy.autocast_dtype,
         activation_checkpointing_scope=strategy.activation_checkpointing_scope,

@@ -17,6 +17,9 @@ from shardwalk.parallelizer_core.tensor_parallel.structure import structural_pla
 PlanFunction = Callable[[nn.Module, bool], Mapping[str, Any]]
 """A plan that depends on the model: called with it and with `sequence_parallel`."""
 
+SidecarPlan = Callable[[nn.Module, bool], Mapping[str, Any] | None]
+"""The same of a sidecar, which may have none."""
+
 _registered: dict[str, Mapping[str, Any] | PlanFunction] = {}
 
 
@@ -42,7 +45,7 @@ def resolve_plan(
     tp_mesh_size: int,
     requested: Mapping[str, Any] | str | None,
     sequence_parallel: bool,
-    sidecar_plan: PlanFunction | None = None,
+    sidecar_plan: SidecarPlan | None = None,
 ) -> dict[str, tuple[ParallelStyle, ...]]:
     """The styles of every planned module by its path, in the order of the model's modules.
 
@@ -117,7 +120,7 @@ def _named_plan(name: str, model: nn.Module, sequence_parallel: bool) -> Mapping
 
 
 def _called(
-    plan: PlanFunction, source: str, model: nn.Module, sequence_parallel: bool
+    plan: SidecarPlan, source: str, model: nn.Module, sequence_parallel: bool
 ) -> Mapping[str, Any] | None:
     """What a plan function returns; its errors pass, with a note that names it."""
     try:

@@ -19,12 +19,12 @@ def hands_input_to_all(module: nn.Module, children: Collection[str]) -> bool:
 
     Only then may one collective before the module stand for one before each child: a residual
     inside the module, say, would otherwise be counted once per rank. False where the source is not
-    at hand, and where a call could pass the argument under a name that nothing tells from others.
+    at hand.
     """
     if "forward" in vars(module):
         return False
     function = _forward_of(type(module).forward)
-    if function is None or not _is_told_apart(function):
+    if function is None or len(function.args.args) < 2:
         return False
     name = function.args.args[1].arg
     calls = _calls_on_self(function, name)
@@ -66,15 +66,6 @@ def _forward_of(forward: Callable[..., Any]) -> ast.FunctionDef | None:
     except (OSError, TypeError, SyntaxError):
         return None
     return parsed if isinstance(parsed, ast.FunctionDef) else None
-
-
-def _is_told_apart(function: ast.FunctionDef) -> bool:
-    """Whether a call by keyword still shows which argument is the first."""
-    args = function.args
-    if len(args.args) < 2:
-        return False
-    alone = len(args.args) == 2 and not (args.kwonlyargs or args.kwarg or args.vararg)
-    return alone or args.args[1].arg == "hidden_states"
 
 
 class _SelfCall(ast.Call):

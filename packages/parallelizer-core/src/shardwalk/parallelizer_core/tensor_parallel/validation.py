@@ -10,11 +10,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from shardwalk.parallelizer_core.tensor_parallel.cuts import (
     COLUMN_STYLES,
+    CUTTING_STYLES,
     ROW_STYLES,
     leaves_split_features,
     predicted_cuts,
     takes_split_features,
 )
+from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput
 from shardwalk.parallelizer_core.tensor_parallel.roles import (
     COLUMN_NAMES,
     ROW_NAMES,
@@ -47,7 +49,8 @@ def validate_tp_model(model: nn.Module, tp_size: int) -> None:
 def validate_tp_sizes(model: nn.Module, tp_size: int, plan: Plan) -> None:
     """Refuse a plan whose cuts do not come out even, or that cuts one weight in two ways.
 
-    Vocabularies need not divide, and neither does a linear layer whose output is gathered.
+    Vocabularies need not divide, and neither does a linear layer whose output is gathered; but
+    every rank must hold a row.
 
     Raises:
         ValueError: names tp_size, the number and what it counts, and the way out; on every rank
@@ -57,10 +60,12 @@ def validate_tp_sizes(model: nn.Module, tp_size: int, plan: Plan) -> None:
     for path, module, styles in planned:
         for style in styles:
             _check_kind(path, module, style)
+            _check_nothing_cut_inside(path, style, plan)
     validate_tp_heads(model, tp_size, plan)
     for path, module, styles in planned:
         for style in styles:
             _check_features(model, tp_size, path, module, style)
+            _check_rows(tp_size, path, module, style)
     refuse_conflicting_ties(model, plan)
 
 
@@ -139,6 +144,30 @@ def _check_kind(path: str, module: nn.Module, style: ParallelStyle) -> None:
         raise ValueError(f"{name} at {path} cuts an nn.Linear, not a {kind}")
     elif isinstance(style, VocabularyParallel) and not is_table:
         raise ValueError(f"{name} at {path} cuts an nn.Embedding, not a {kind}")
+
+
+def _check_rows(tp_size: int, path: str, module: nn.Module, style: ParallelStyle) -> None:
+    """Refuse so few rows that the last rank would hold none: FSDP2 reduces no empty gradient."""
+    cut = (predicted_cuts((style,), module) or {}).get("weight")
+    if cut is None:
+        return
+    size = module.get_parameter("weight").shape[cut]
+    if (tp_size - 1) * -(-size // tp_size) >= size:
+        raise ValueError(
+            f"tp_size={tp_size} leaves ranks without a part of {path}.weight, which is cut along a "
+            f"dimension of {size}; use a smaller tp_size"
+        )
+
+
+def _check_nothing_cut_inside(path: str, style: ParallelStyle, plan: Plan) -> None:
+    if not isinstance(style, SplitInput):
+        return
+    for other, styles in plan.items():
+        if other.startswith(f"{path}.") and any(isinstance(s, CUTTING_STYLES) for s in styles):
+            raise ValueError(
+                f"SplitInput() at {path} keeps every parameter in it whole, and the plan cuts "
+                f"{other}; put the whole parameters into a module of their own"
+            )
 
 
 def _check_features(

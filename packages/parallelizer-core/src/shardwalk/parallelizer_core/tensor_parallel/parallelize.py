@@ -1,0 +1,54 @@
+"""From a request for tensor parallelism to a model whose layers are split over its axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwalk.parallelizer_core.tensor_parallel.apply import apply_plan
+from shardwalk.parallelizer_core.tensor_parallel.coverage import check_uncovered
+from shardwalk.parallelizer_core.tensor_parallel.plans import (
+    SidecarPlan,
+    check_plan_with_sidecar,
+    resolve_plan,
+)
+from shardwalk.parallelizer_core.tensor_parallel.sequence_lengths import refuse_uneven_sequences
+from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_sizes
+
+
+def parallelize_tensors(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    *,
+    requested: Mapping[str, Any] | str | None,
+    sequence_parallel: bool,
+    sidecar: object,
+    sidecar_plan: SidecarPlan | None = None,
+) -> None:
+    """Split `model` in place as its plan says; nothing is communicated.
+
+    On an axis of one rank a plan that was asked for is checked, and nothing is changed.
+
+    Args:
+        mesh: the tensor-parallel axis, None where there is none.
+        requested: what `tp_plan` says.
+        sidecar: may have a `validate_tp_plan(model, plan)` that refuses a plan.
+        sidecar_plan: the plan of the model itself, for when none is requested.
+
+    Raises:
+        ValueError: the plan does not fit the model or the number of ranks.
+    """
+    tp_size = mesh.size() if mesh is not None else 1
+    if tp_size == 1 and requested is None:
+        return
+    plan = resolve_plan(model, tp_size, requested, sequence_parallel, sidecar_plan)
+    if mesh is None or tp_size == 1:
+        return
+    check_plan_with_sidecar(sidecar, model, plan)
+    validate_tp_sizes(model, tp_size, plan)
+    plan |= check_uncovered(model, plan)
+    apply_plan(model, mesh, plan)
+    refuse_uneven_sequences(model, plan, mesh.size())

@@ -1,0 +1,281 @@
+"""Parallel styles: how one module computes its part of a layer.
+
+They compute on plain local tensors; only parameters and what is split over the sequence are
+DTensors. One collective stands where the sum of Megatron-LM's f and g stands (arXiv:1909.08053,
+section 3; over the sequence arXiv:2205.05198, section 4). Any length, vocabulary and feature size
+may be uneven over the ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional as F
+
+from shardwalk.parallelizer_core._torch_compat import is_persistent_buffer
+from shardwalk.parallelizer_core.tensor_parallel.layouts import (
+    copy_to_parts,
+    gather_features,
+    gather_sequence,
+    gather_sequence_to_parts,
+    map_sequence_tensors,
+    on_local,
+    split_sequence,
+    sum_parts,
+    sum_parts_over_sequence,
+)
+from shardwalk.parallelizer_core.tensor_parallel.local_parameters import (
+    Forward,
+    distribute_parameter,
+    local_values,
+    shown,
+)
+
+
+@dataclass(kw_only=True)
+class ColumnParallel(ParallelStyle):
+    """A linear layer cut along its output features.
+
+    Attributes:
+        gather_output: whether every rank gets all features (an output head).
+        shared_input: whether a `SharedInput` above already sees to the input.
+    """
+
+    gather_output: bool = False
+    shared_input: bool = False
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear = _plain_linear(module, type(self).__name__)
+        distribute_parameter(linear, "weight", device_mesh, Shard(0))
+        distribute_parameter(linear, "bias", device_mesh, Shard(0))
+        set_forward(linear, _ColumnForward(self, linear, linear.forward, device_mesh))
+        return linear
+
+
+@dataclass
+class _ColumnForward:
+    style: ColumnParallel
+    linear: nn.Linear
+    inner: Forward
+    mesh: DeviceMesh
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if not self.style.shared_input or isinstance(input, DTensor):
+            input = enter_parts(input, self.mesh)
+        cuts = {"weight": Shard(0), "bias": Shard(0)}
+        with shown(self.linear, **local_values(self.linear, cuts)):
+            output: Tensor = self.inner(input)
+        if self.style.gather_output:
+            output = gather_features(output, self.mesh, self.linear.out_features)
+        return output
+
+
+@dataclass(kw_only=True)
+class RowParallel(ParallelStyle):
+    """A linear layer cut along its input features; its output is summed over the ranks.
+
+    Attributes:
+        sequence_parallel: whether each rank keeps its tokens of the sum instead of all.
+    """
+
+    sequence_parallel: bool = False
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear = _plain_linear(module, type(self).__name__)
+        distribute_parameter(linear, "weight", device_mesh, Shard(1))
+        distribute_parameter(linear, "bias", device_mesh, Replicate())
+        set_forward(linear, _RowForward(self, linear, linear.forward, device_mesh))
+        return linear
+
+
+@dataclass
+class _RowForward:
+    style: RowParallel
+    linear: nn.Linear
+    inner: Forward
+    mesh: DeviceMesh
+
+    def __call__(self, input: Tensor) -> Tensor:
+        bias_gradient = Partial() if self.style.sequence_parallel else Replicate()
+        bias = local_values(self.linear, {"bias": bias_gradient}).get("bias")
+        weight = local_values(self.linear, {"weight": Shard(1)})
+        with shown(self.linear, bias=None, **weight):
+            parts = self.inner(input)
+        if self.style.sequence_parallel:
+            split = sum_parts_over_sequence(parts, self.mesh)
+            return split if bias is None else on_local(lambda x: x + bias, split)
+        output = sum_parts(parts, self.mesh)
+        return output if bias is None else output + bias
+
+
+@dataclass(kw_only=True)
+class VocabularyParallel(ParallelStyle):
+    """An embedding table cut along its rows."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Embedding):
+            raise TypeError(
+                f"VocabularyParallel cuts an nn.Embedding, not a {type(module).__name__}"
+            )
+        if module.scale_grad_by_freq or module.max_norm is not None or module.sparse:
+            raise ValueError(
+                "VocabularyParallel cuts no embedding with scale_grad_by_freq, max_norm or sparse; "
+                "unset them, or use tp_size=1"
+            )
+        distribute_parameter(module, "weight", device_mesh, Shard(0))
+        set_forward(module, _EmbeddingForward(module, module.forward, device_mesh))
+        return module
+
+
+@dataclass
+class _EmbeddingForward:
+    table: nn.Embedding
+    inner: Forward
+    mesh: DeviceMesh
+
+    def __call__(self, input: Tensor) -> Tensor:
+        rows = local_values(self.table, {"weight": Shard(0)})["weight"]
+        first = self._first_row()
+        own = input - first
+        elsewhere = (own < 0) | (own >= rows.shape[0])
+        padding = self.table.padding_idx
+        local_padding = None
+        if padding is not None and 0 <= padding - first < rows.shape[0]:
+            local_padding = padding - first
+        if not rows.shape[0]:
+            rows = F.pad(rows, (0, 0, 0, 1))  # a row to point at for ids that are all elsewhere
+        with shown(self.table, weight=rows, padding_idx=local_padding):
+            found = self.inner(own.masked_fill(elsewhere, 0))
+        return sum_parts(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.mesh)
+
+    def _first_row(self) -> int:
+        size = -(-self.table.num_embeddings // self.mesh.size())
+        return min(self.mesh.get_local_rank() * size, self.table.num_embeddings)
+
+
+@dataclass(kw_only=True)
+class SharedInput(ParallelStyle):
+    """A module that hands its input to several column-parallel layers: one collective for all.
+
+    The input is the first argument of its forward, which must go to these layers alone.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        first = _first_argument(module)
+        set_forward(module, _SharedInputForward(first, module.forward, device_mesh))
+        return module
+
+
+@dataclass
+class _SharedInputForward:
+    first: str | None
+    inner: Forward
+    mesh: DeviceMesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_first(self.first, lambda x: enter_parts(x, self.mesh), args, kwargs)
+        return self.inner(*args, **kwargs)
+
+
+@dataclass(kw_only=True)
+class SequenceBoundary(ParallelStyle):
+    """Where a stack of blocks that is split over the sequence begins or ends.
+
+    Attributes:
+        enter: whether the block's input, the first argument of its forward, is split.
+        leave: whether the block's output is gathered.
+    """
+
+    enter: bool = False
+    leave: bool = False
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        first = _first_argument(module)
+        set_forward(module, _BoundaryForward(self, first, module.forward, device_mesh))
+        return module
+
+
+@dataclass
+class _BoundaryForward:
+    style: SequenceBoundary
+    first: str | None
+    inner: Forward
+    mesh: DeviceMesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.style.enter:
+            args, kwargs = _with_first(
+                self.first, lambda x: split_sequence(x, self.mesh), args, kwargs
+            )
+        output = self.inner(*args, **kwargs)
+        return map_sequence_tensors(gather_sequence, output) if self.style.leave else output
+
+
+@dataclass(kw_only=True)
+class LocalCounts(ParallelStyle):
+    """A module whose forward reads counts (of heads) from its own attributes.
+
+    Attributes:
+        names: the integer attributes that become those of one rank.
+    """
+
+    names: tuple[str, ...]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, _ in module.named_buffers(recurse=False):
+            if not is_persistent_buffer(module, name):
+                raise ValueError(
+                    f"LocalCounts changes {', '.join(self.names)} of a {type(module).__name__}, "
+                    f"from which its buffer {name} is made; move the buffer to a module of its own"
+                )
+        for name in self.names:
+            count, ranks = getattr(module, name), device_mesh.size()
+            if count % ranks:
+                raise ValueError(f"{name}={count} does not divide by tp_size={ranks}")
+            setattr(module, name, count // ranks)
+        return module
+
+
+def set_forward(module: nn.Module, forward: Forward) -> None:
+    """Let `module` run `forward`, which knows the one before, instead of its class's."""
+    module.forward = forward
+
+
+def enter_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The input of column-parallel layers: whole, with a gradient that is summed over the ranks."""
+    return gather_sequence_to_parts(x) if isinstance(x, DTensor) else copy_to_parts(x, mesh)
+
+
+def _first_argument(module: nn.Module) -> str | None:
+    """The name of the first argument of the class's forward, None where it has none."""
+    _, *named = inspect.signature(type(module).forward).parameters.values()
+    is_named = named and named[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return named[0].name if is_named else None
+
+
+def _with_first(
+    name: str | None,
+    function: Callable[[Tensor], Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with `function` of the first one, given by place or by name."""
+    if args:
+        return (function(args[0]), *args[1:]), kwargs
+    if name not in kwargs:
+        raise ValueError(f"the hidden states, {name or 'the first argument'}, are missing")
+    assert name is not None
+    return args, {**kwargs, name: function(kwargs[name])}
+
+
+def _plain_linear(module: nn.Module, style: str) -> nn.Linear:
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        raise TypeError(f"{style} cuts an nn.Linear with its own forward, not a {type(module)}")
+    return module

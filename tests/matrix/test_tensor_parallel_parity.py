@@ -1,0 +1,118 @@
+"""Tensor parallelism on models of transformers and a plain stack: the numbers of one process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from torch import nn
+
+from shardwalk.mesh import FSDP2Config, ParallelismSizes
+from shardwalk.parallelizer_core.testing import ParityCase, TokenBatches, assert_parity
+from tests.matrix.plain_stack import plain_stack, uniform_weights
+from tests.matrix.tiny_transformers import MODELS, SIZES, normal_weights
+
+MESHES = {
+    "tp 2": (2, {"tp_size": 2}),
+    "tp 4": (4, {"tp_size": 4}),
+    "tp 2 x fsdp 2": (4, {"tp_size": 2}),
+    "tp 2 x hsdp 2x2": (8, {"tp_size": 2, "dp_replicate_size": 2}),
+}
+
+
+def build(name: str, tied: bool, kv_heads: int) -> nn.Module:
+    if name == "plain":
+        return plain_stack(tied)
+    return MODELS[name](tied, num_key_value_heads=kv_heads)
+
+
+def case(name: str, tied: bool, mesh: str, length: int = 11, micro_batches: int = 1) -> ParityCase:
+    kv_heads = 4 if mesh == "tp 4" else SIZES["num_key_value_heads"]
+    return ParityCase(
+        model=partial(build, name, tied, kv_heads),
+        batches=TokenBatches(vocabulary=61, length=length, micro_batches=micro_batches),
+        init=uniform_weights if name == "plain" else normal_weights,
+    )
+
+
+def run(parity_case: ParityCase, mesh: str, *, sequence_parallel: bool, **options: object) -> None:
+    world_size, sizes = MESHES[mesh]
+    config = FSDP2Config(
+        sequence_parallel=sequence_parallel, mp_policy={"param_dtype": None, "reduce_dtype": None}
+    )
+    options = {"strategy": config, **options}
+    assert_parity(
+        parity_case, world_size=world_size, parallelism_sizes=ParallelismSizes(**sizes), **options
+    )
+
+
+ties = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+models = pytest.mark.parametrize("name", ["plain", *MODELS])
+sequences = pytest.mark.parametrize(
+    "sequence_parallel", [False, True], ids=["whole sequences", "split sequences"]
+)
+
+
+@sequences
+@ties
+@models
+@pytest.mark.parametrize("mesh", ["tp 2 x fsdp 2", "tp 4"])
+def test_training_has_the_numbers_of_one_process(
+    mesh: str, name: str, tied: bool, sequence_parallel: bool
+) -> None:
+    run(case(name, tied, mesh), mesh, sequence_parallel=sequence_parallel)
+
+
+@sequences
+def test_replicas_of_a_tensor_parallel_model(sequence_parallel: bool) -> None:
+    mesh = "tp 2 x hsdp 2x2"
+    run(case("qwen3", True, mesh), mesh, sequence_parallel=sequence_parallel)
+
+
+@sequences
+@pytest.mark.parametrize("length", [7, 3, 5, 8])
+@pytest.mark.parametrize("mesh", ["tp 2", "tp 4"])
+def test_any_length_of_a_sequence(mesh: str, length: int, sequence_parallel: bool) -> None:
+    run(
+        case("plain", False, mesh, length, micro_batches=2),
+        mesh,
+        sequence_parallel=sequence_parallel,
+        optimizers=("sgd",),
+    )
+
+
+@sequences
+@models
+def test_three_micro_batches_with_unequal_token_counts(name: str, sequence_parallel: bool) -> None:
+    mesh = "tp 2 x fsdp 2"
+    parity_case = case(name, True, mesh, micro_batches=3)
+    run(parity_case, mesh, sequence_parallel=sequence_parallel, clip=0.5)
+
+
+@pytest.mark.parametrize("start", ["checkpoint", "init"])
+@models
+def test_a_start_on_the_meta_device(name: str, start: str) -> None:
+    mesh = "tp 2 x fsdp 2"
+    run(
+        case(name, True, mesh),
+        mesh,
+        sequence_parallel=True,
+        meta_start=start,
+        optimizers=("adamw",),
+    )
+
+
+@sequences
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("name", ["plain", "gemma3"])
+def test_recomputed_blocks_have_the_numbers_of_one_process(
+    name: str, mode: str, sequence_parallel: bool
+) -> None:
+    mesh = "tp 2 x fsdp 2"
+    run(
+        case(name, True, mesh, micro_batches=2),
+        mesh,
+        sequence_parallel=sequence_parallel,
+        setup={"activation_checkpointing": mode},
+        optimizers=("sgd",),
+    )
