@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import state_toys as toys
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwalk.parallelizer_core import _torch_compat as compat
 from shardwalk.parallelizer_core.testing import run_on_ranks
@@ -73,3 +75,40 @@ def test_writes_through_data_are_recorded() -> None:
     assert tensors["data"]._version == before
     written = {name for name, tensor in tensors.items() if recorder.wrote(tensor)}
     assert written == {"data", "view", "out"}
+
+
+def test_operators_as_checkpointing_reads_them() -> None:
+    mm, add_ = torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    assert compat.is_operator(mm)
+    assert compat.is_operator(torch.ops.higher_order.flex_attention)
+    assert not compat.is_operator(torch.ops.aten.mm)
+    assert compat.mutates_arguments(add_)
+    assert not compat.mutates_arguments(mm)
+    assert compat.argument_of(attention, "dropout_p", (), {}) == 0.0
+    assert compat.argument_of(attention, "dropout_p", (None,) * 5 + (0.3,), {}) == 0.3
+    assert compat.argument_of(attention, "dropout_p", (), {"dropout_p": 0.2}) == 0.2
+    assert compat.argument_of(mm, "dropout_p", (), {}) is None
+    assert compat.is_operator(compat.functional_collectives().all_reduce.default)
+
+
+def test_versions_count_changes_in_place() -> None:
+    tensor = torch.ones(2)
+    before = compat.tensor_version(tensor)
+    assert compat.tensor_version(tensor.add_(1)) == before + 1
+    with torch.inference_mode():
+        assert compat.tensor_version(torch.ones(2)) == 0
+
+
+def test_a_mode_that_is_taken_off_does_not_see_what_runs() -> None:
+    """Fails when torch's selective mode lets operators pass that its forward did not run."""
+    forward, recompute = create_selective_checkpoint_contexts(lambda *_, **__: False)  # type: ignore[no-untyped-call]
+    with forward:
+        torch.ones(2)
+    with recompute:
+        with pytest.raises(RuntimeError, match="not found in storage"):
+            torch.zeros(2)
+        with compat.without_innermost_mode():
+            torch.zeros(2)
+        with pytest.raises(RuntimeError, match="not found in storage"):
+            torch.zeros(2)

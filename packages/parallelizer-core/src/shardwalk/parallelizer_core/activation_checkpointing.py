@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwalk.mesh import (
     ActivationCheckpointingScope,
-    ResolvedActivationCheckpointing,
     normalize_activation_checkpointing,
 )
 from shardwalk.parallelizer_core.layers import find_block_stacks, has_forward
@@ -67,7 +66,7 @@ def apply_activation_checkpointing(
             vars(part)["forward"] = CheckpointedForward(part, block, options)
 
 
-def refuse_checkpointing(model: nn.Module, mode: ResolvedActivationCheckpointing) -> None:
+def refuse_checkpointing(model: nn.Module, mode: bool | str) -> None:
     """Refuse a model that is checkpointed already or, with a mode, that cannot be.
 
     Raises:

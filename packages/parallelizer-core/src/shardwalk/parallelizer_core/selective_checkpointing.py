@@ -25,6 +25,7 @@ from shardwalk.parallelizer_core._torch_compat import (
     functional_collectives,
     is_operator,
     mutates_arguments,
+    without_innermost_mode,
 )
 from shardwalk.parallelizer_core.recompute_replay import ContextPair, Together
 
@@ -165,9 +166,19 @@ _SAME_PATH = (
 
 
 class _FollowDecisions(TorchDispatchMode):
-    """Reads the decisions beside a recompute, from the first one each time it is entered."""
+    """Reads the decisions beside a recompute, from the first one each time it is entered.
+
+    It is entered right after torch's mode, and lets that one see what was decided and nothing else.
+    Units inside a block gather their weights where they are not gathered yet, in the recompute
+    otherwise than in the forward, and torch's mode would take that for another path.
+    """
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Flex attention compiles itself, under torch's own modes of checkpointing too."""
+        return True
 
     def __init__(self, decisions: _Decisions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,7 +191,9 @@ class _FollowDecisions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._decisions.concerns(func):
             self._decisions.follow(func, args)
-        return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+        with without_innermost_mode():
+            return func(*args, **(kwargs or {}))
 
 
 def _draws_random_numbers(op: Any, args: Any, kwargs: Any) -> bool:
