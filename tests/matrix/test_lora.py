@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from shardwalk.mesh import FSDP2Config
+from shardwalk.parallelizer_core import materialize
+from shardwalk.parallelizer_core.state_dict_adapter import Index, ReadSlice
 from shardwalk.parallelizer_core.testing import (
     Bf16,
     ParityCase,
     TokenBatches,
     assert_parity,
+    run_on_ranks,
+)
+from tests.matrix.case_models import (
+    gradients,
+    logits_of,
+    mean_loss,
+    mine,
+    on_meta,
+    parallel,
+    seeded,
+    tokens,
 )
 from tests.matrix.lora_models import lora
 from tests.matrix.test_dense_parity import MESHES, meshes
-from tests.matrix.tiny_transformers import normal_weights
+from tests.matrix.tiny_transformers import MODELS, normal_weights
 
 
 def case(name: str = "llama", micro_batches: int = 1, **options: Any) -> ParityCase:
@@ -78,3 +97,61 @@ OPTIONS = {
 def test_no_option_changes_the_numbers(option: str) -> None:
     config = FSDP2Config(mp_policy={"param_dtype": None}, **OPTIONS[option])
     run(case(micro_batches=2), "fsdp 2", strategy=config, optimizers=("sgd",))
+
+
+FORMS = {
+    "tables": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "every linear": {"target_modules": "all-linear", "lora_bias": False},
+    "a trained head": {"modules_to_save": ["lm_head", "norm"]},
+    "magnitudes": {"use_dora": True},
+}
+
+
+@meshes("fsdp 2", "hsdp 2x2")
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_of_adapters(form: str, mesh: str) -> None:
+    """Adapters of tables outside the blocks, copies that train, magnitudes that read the base."""
+    run(case(**FORMS[form]), mesh, optimizers=("adamw",))
+
+
+class BaseFiles:
+    """Reads the base's files into a model with adapters, which start as peft starts them."""
+
+    def file_shapes(self, name: str, shape: Sequence[int]) -> Mapping[str, Sequence[int]]:
+        if ".lora_" in name:
+            return {}
+        return {name.removeprefix("base_model.model.").replace(".base_layer", ""): shape}
+
+    def read(self, name: str, shape: Sequence[int], index: Index, read: ReadSlice) -> Tensor:
+        if ".lora_B" in name:
+            return torch.zeros(*shape)[index]
+        if ".lora_A" in name:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            return nn.init.kaiming_uniform_(torch.empty(*shape), 5**0.5, generator=generator)[index]
+        (key,) = self.file_shapes(name, shape)
+        return read(key, index)
+
+
+def base_from_files(kind: str, folder: Path) -> tuple[Tensor, dict[str, Any]]:
+    model = on_meta(lora)
+    model.state_dict_adapter = BaseFiles()
+    model = parallel(model, kind)
+    materialize(model, checkpoint=folder)
+    with torch.no_grad():
+        logits = logits_of(model, tokens())
+    mean_loss(model, mine(tokens())).backward()
+    return logits, {name: g for name, g in gradients(model).items() if g is not None}
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 2), ("hsdp", 4)])
+def test_a_start_on_meta_from_the_files_of_the_base(kind: str, world: int, tmp_path: Path) -> None:
+    """Each rank reads its part of the base; the adapters, in no file, start without effect."""
+    base = seeded(lambda: MODELS["llama"](False, num_hidden_layers=4))
+    save_file({n: t.contiguous() for n, t in base.state_dict().items()}, tmp_path / "m.safetensors")
+    with torch.no_grad():
+        expected = logits_of(base, tokens())
+    results = run_on_ranks(world, base_from_files, kind, tmp_path)
+    for logits, grads in results:
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+        assert all(grad.abs().max() > 0 for name, grad in grads.items() if ".lora_B" in name)
+        assert all(torch.equal(grad, results[0][1][name]) for name, grad in grads.items())
