@@ -20,6 +20,7 @@ from shardwalk.parallelizer_core import (
     compile_parallelized_model,
     parallelize_model,
 )
+from shardwalk.parallelizer_core.tensor_parallel import ColumnParallel
 from shardwalk.parallelizer_core.testing import cached, run_on_ranks
 from shardwalk.parallelizer_core.testing.collectives import CountCollectives
 
@@ -35,8 +36,8 @@ def refuses(match, mesh_context):
 
 def refused_options():
     for option, value, named in [
-        ("sequence_parallel", True, "sequence_parallel=True"),
         ("tp_plan", "some_plan", "tp_plan='some_plan'"),
+        ("tp_plan", {"layers.7.up": ColumnParallel()}, "layers.7.up"),
         ("patch_is_packed_sequence", True, "patch_is_packed_sequence=True"),
         ("autocast_dtype", torch.bfloat16, "autocast_dtype"),
         ("activation_checkpointing_scope", "vision", "activation_checkpointing_scope='vision'"),
@@ -78,7 +79,7 @@ def refused_sizes(axis):
     )
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
+@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
 def test_axes_of_later_versions_are_refused(axis):
     run_on_ranks(2, refused_sizes, axis)
 
@@ -225,8 +226,9 @@ def hooks_refuse():
         sidecar._apply(Decoder(), mesh, enable_async_tensor_parallel=True)
     with pytest.raises(ValueError, match="frozen_multimodal_sharding='replicate'"):
         sidecar._apply(Decoder(), mesh, frozen_multimodal_sharding="replicate")
-    with pytest.raises(ValueError, match="tp_size=2"):
-        sidecar._validate_tp_mesh(Decoder(), mesh["dp_shard"])
+    dropping = nn.Sequential(Decoder(), nn.Dropout(0.1))
+    with pytest.raises(ValueError, match="tp_size=2.*dropout"):
+        sidecar._validate_tp_mesh(dropping, mesh["dp_shard"])
 
 
 def test_the_hooks_refuse_as_well_when_a_sidecar_calls_them():

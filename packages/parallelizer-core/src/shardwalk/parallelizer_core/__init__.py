@@ -40,6 +40,7 @@ from shardwalk.parallelizer_core.recompute_replay import (
     record_or_replay,
     replay_contexts,
 )
+from shardwalk.parallelizer_core.start_values import check_equal_start
 from shardwalk.parallelizer_core.state_dict_adapter import (
     RenamingAdapter,
     StateDictAdapter,
@@ -62,6 +63,7 @@ __all__ = [
     "TokenNormalizer",
     "UnitInfo",
     "apply_activation_checkpointing",
+    "check_equal_start",
     "check_unit_order",
     "clip_grad_norm_",
     "compile_parallelized_model",

@@ -25,7 +25,6 @@ from shardwalk.parallelizer_core.refusals import (
     refuse_unshardable,
 )
 from shardwalk.parallelizer_core.stale_optimizers import remember_parameters, watch_optimizers
-from shardwalk.parallelizer_core.start_values import check_equal_start
 
 _DEFAULT_PARALLELIZER = ModelParallelizer()
 
@@ -147,7 +146,6 @@ def _parallelize_fsdp2(
     model: nn.Module, mesh_context: MeshContext, parallelizer: ModelParallelizer
 ) -> nn.Module:
     assert mesh_context.device_mesh is not None
-    check_equal_start(model, mesh_context.device_mesh)
     return parallelizer._apply(model, mesh_context.device_mesh, **apply_arguments(mesh_context))
 
 

@@ -25,7 +25,10 @@ from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions, walk_dense
 from shardwalk.parallelizer_core.plugins import expert_parallel_provider
 from shardwalk.parallelizer_core.refusals import refuse_apply_options
 from shardwalk.parallelizer_core.start_values import check_equal_start
-from shardwalk.parallelizer_core.tensor_parallel.parallelize import parallelize_tensors
+from shardwalk.parallelizer_core.tensor_parallel.parallelize import (
+    parallelize_tensors,
+    plan_tensors,
+)
 from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_model
 
 
@@ -72,6 +75,9 @@ class ModelParallelizer:
     ) -> nn.Module:
         """Apply the dense path: tensor parallelism, checkpointing, data-parallel units.
 
+        What cannot work is refused first; then the ranks compare what they start from
+        (`check_equal_start`), which an override that does not come back here does itself.
+
         Args:
             model: changed in place.
             device_mesh: the root mesh with the axes that the `*_mesh_name` arguments name.
@@ -94,20 +100,23 @@ class ModelParallelizer:
             activation_checkpointing_scope=activation_checkpointing_scope,
             frozen_multimodal_sharding=frozen_multimodal_sharding,
         )
-        has_tp_axis = tp_mesh_name in (device_mesh.mesh_dim_names or ())
-        tp_mesh = get_submesh(device_mesh, tp_mesh_name) if has_tp_axis else None
-        if tp_mesh is not None and tp_mesh.size() > 1:
+        tp_mesh = _axis(device_mesh, tp_mesh_name)
+        tp_size = 1 if tp_mesh is None else tp_mesh.size()
+        if tp_mesh is not None and tp_size > 1:
             self._validate_tp_mesh(model, tp_mesh)
-        if reapply_trainability is not None:
-            reapply_trainability(model)
-        parallelize_tensors(
+        plan = plan_tensors(
             model,
-            tp_mesh,
+            tp_size,
             requested=tp_shard_plan,
             sequence_parallel=sequence_parallel,
             sidecar=self,
             sidecar_plan=self._tp_plan,
         )
+        if reapply_trainability is not None:
+            reapply_trainability(model)
+        check_equal_start(model, device_mesh)
+        if tp_mesh is not None and plan:
+            parallelize_tensors(model, tp_mesh, plan)
         apply_activation_checkpointing(
             model,
             activation_checkpointing,
@@ -116,7 +125,8 @@ class ModelParallelizer:
         )
         if reapply_trainability is not None:
             reapply_trainability(model)
-        if reshard_after_forward is None and _axis_size(device_mesh, "pp") > 1:
+        pp_mesh = _axis(device_mesh, "pp")
+        if reshard_after_forward is None and pp_mesh is not None and pp_mesh.size() > 1:
             reshard_after_forward = False
         self._apply_fsdp_sharding(
             model,
@@ -248,6 +258,5 @@ class ModelParallelizer:
         return None
 
 
-def _axis_size(mesh: DeviceMesh, name: str) -> int:
-    names = mesh.mesh_dim_names or ()
-    return mesh.size(names.index(name)) if name in names else 1
+def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    return get_submesh(mesh, name) if name in (mesh.mesh_dim_names or ()) else None

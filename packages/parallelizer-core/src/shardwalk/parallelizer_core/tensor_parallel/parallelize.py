@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core.tensor_parallel.apply import apply_plan
 from shardwalk.parallelizer_core.tensor_parallel.coverage import check_uncovered
@@ -18,22 +19,23 @@ from shardwalk.parallelizer_core.tensor_parallel.plans import (
 from shardwalk.parallelizer_core.tensor_parallel.sequence_lengths import refuse_uneven_sequences
 from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_sizes
 
+Plan = dict[str, tuple[ParallelStyle, ...]]
 
-def parallelize_tensors(
+
+def plan_tensors(
     model: nn.Module,
-    mesh: DeviceMesh | None,
+    tp_size: int,
     *,
     requested: Mapping[str, Any] | str | None,
     sequence_parallel: bool,
     sidecar: object,
     sidecar_plan: SidecarPlan | None = None,
-) -> None:
-    """Split `model` in place as its plan says; nothing is communicated.
+) -> Plan:
+    """The styles of every module that takes part in tensor parallelism; changes nothing.
 
-    On an axis of one rank a plan that was asked for is checked, and nothing is changed.
+    On an axis of one rank a plan that was asked for is checked, and the result is empty.
 
     Args:
-        mesh: the tensor-parallel axis, None where there is none.
         requested: what `tp_plan` says.
         sidecar: may have a `validate_tp_plan(model, plan)` that refuses a plan.
         sidecar_plan: the plan of the model itself, for when none is requested.
@@ -41,14 +43,17 @@ def parallelize_tensors(
     Raises:
         ValueError: the plan does not fit the model or the number of ranks.
     """
-    tp_size = mesh.size() if mesh is not None else 1
     if tp_size == 1 and requested is None:
-        return
+        return {}
     plan = resolve_plan(model, tp_size, requested, sequence_parallel, sidecar_plan)
-    if mesh is None or tp_size == 1:
-        return
     check_plan_with_sidecar(sidecar, model, plan)
+    if tp_size == 1:
+        return {}
     validate_tp_sizes(model, tp_size, plan)
-    plan |= check_uncovered(model, plan)
+    return plan | check_uncovered(model, plan)
+
+
+def parallelize_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Split `model` over the tensor-parallel axis in place; nothing is communicated."""
     apply_plan(model, mesh, plan)
     refuse_uneven_sequences(model, plan, mesh.size())
