@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import chain, cycle, islice
 from pydoc_data.topics import topics
 
 import torch
@@ -36,6 +37,16 @@ def micro_batches(
     whole = [tokens[index % len(tokens)] for index in range(step * size, (step + 1) * size)]
     own = whole[rank::ranks]
     return [_padded(own[part::count]) for part in range(count)]
+
+
+def full_rows(tokens: list[list[int]], *, rows: int, length: int, rank: int, ranks: int) -> Batch:
+    """Give this rank's part of rows that are full to the last token: paragraphs, one after another.
+
+    Every row has `length` inputs and as many labels.
+    """
+    text = islice(cycle(chain.from_iterable(tokens)), rows * (length + 1))
+    whole = torch.tensor(list(text)).view(rows, length + 1)[rank::ranks]
+    return whole[:, :-1], whole[:, 1:]
 
 
 def _padded(part: list[list[int]]) -> Batch:

@@ -3,8 +3,9 @@
     python examples/finetune.py                            starts its own ranks, runs all checks
     torchrun --nproc-per-node 4 examples/finetune.py       trains on the ranks that are there
 
-The checks: the first step has the loss and the gradient norm of one process, and half as many
-ranks that resume from the checkpoint go on with the same losses.
+The checks: the first step has the loss and the gradient norm of one process, and fewer ranks
+that resume from the checkpoint go on with the same losses. With --checkpointing, the memory
+of a backward is compared with that of the other modes.
 """
 
 from __future__ import annotations
@@ -20,20 +21,19 @@ import torch
 import tyro
 from data import IGNORED, Batch, micro_batches, samples
 from launch import launch
-from models import RECIPES, Recipe, token_losses
+from memory import compare_modes
+from models import RECIPES, parallel_model, token_losses
 from options import Options, use_cores
 from reference import one_process
 from report import Report, StepProgress, equal, peak_memory, print_peaks, print_units
 from rich.console import Console
 from torch import nn
 
-from shardwalk.mesh import DDPConfig, DistributedSetup, MeshContext, initialize_distributed
+from shardwalk.mesh import MeshContext, initialize_distributed
 from shardwalk.parallelizer_core import (
     TokenNormalizer,
     clip_grad_norm_,
     load_checkpoint,
-    materialize,
-    parallelize_model,
     save_checkpoint,
     sync_gradients_on_last,
 )
@@ -42,11 +42,14 @@ from shardwalk.parallelizer_core import (
 def train(options: Options, last: int) -> Report:
     """Train on this rank, together with the others, until `last` steps are done in all."""
     job = initialize_distributed("gloo", timeout_minutes=10)
-    use_cores(options.ranks)
+    use_cores(options.world_size)
     console = Console(quiet=not job.is_main)
-    context = DistributedSetup.build(options.strategy, options.sizes).mesh_context
+    context = options.mesh_context()
     recipe = RECIPES[options.model]()
-    model = parallel_model(recipe, context)
+    try:
+        model = parallel_model(recipe, context)
+    except ValueError as error:  # all ranks raise the same, before any waits for another
+        return Report(refusal=str(error))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
     print_units(console, model)
     first = load_checkpoint(options.resume, model, optimizer).step or 0 if options.resume else 0
@@ -71,17 +74,6 @@ def train(options: Options, last: int) -> Report:
     return replace(report, peak=peak_memory())
 
 
-def parallel_model(recipe: Recipe, context: MeshContext) -> nn.Module:
-    """Build the model so that no rank ever has more of it in memory than it keeps."""
-    model = recipe.on_meta()
-    if isinstance(context.strategy_config, DDPConfig):  # keeps all of it, and wraps real weights
-        materialize(model, **recipe.weights)
-        return parallelize_model(model, context)
-    model = parallelize_model(model, context)
-    materialize(model, **recipe.weights)
-    return model
-
-
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, context: MeshContext, batches: list[Batch]
 ) -> tuple[float, float, int]:
@@ -102,8 +94,7 @@ def main() -> None:
     """Train under torchrun; without it, start the ranks and check what they come to."""
     options = tyro.cli(Options)
     if "RANK" in os.environ:
-        train(options, options.steps)
-        return
+        sys.exit(train(options, options.steps).refusal or 0)
     if options.resume:
         sys.exit("--resume needs torchrun: the checks start from the first step")
     with tempfile.TemporaryDirectory(prefix="finetune-") as folder:
@@ -115,25 +106,45 @@ def main() -> None:
 def prove(options: Options) -> bool:
     """Train, and compare with one process and with fewer ranks; say whether all is equal."""
     console = Console()
+    console.rule(f"{options.world_size} ranks, {options.mesh}")
+    last = options.steps + 2  # the second step after saving shows the state of the optimizer
+    reports = launch(options.world_size, train, options, last)
+    many = reports[0]
+    if many.refusal:
+        sys.exit(many.refusal)
     console.rule("one process, the first step")
     [alone] = launch(1, one_process, options)
-    console.rule(f"{options.ranks} ranks, {options.mesh}")
-    last = options.steps + 2  # the second step after saving shows the state of the optimizer
-    reports = launch(options.ranks, train, options, last)
-    fewer = options.ranks // 2 if options.ranks % 2 == 0 else 1
-    console.rule(f"fsdp on {fewer} resumes from the checkpoint")
-    resume = replace(options, mesh="fsdp", ranks=fewer, resume=options.save, save=None)
-    resumed, *_ = launch(fewer, train, resume, last)
+    resume = on_fewer_ranks(options)
+    console.rule(f"fsdp on {resume.world_size} resumes from the checkpoint")
+    resumed, *_ = launch(resume.world_size, train, resume, last)
+    verdicts = compare_modes(console, options) if options.checkpointing != "off" else []
     console.rule("many ranks and one process")
-    many = reports[0]
     print_peaks(console, reports, alone)
-    verdicts = [
+    verdicts += [
         equal(console, "loss of step 0", many.losses[0], alone.losses[0]),
         equal(console, "gradient norm of step 0", many.norms[0], alone.norms[0]),
     ]
     for step, loss in enumerate(resumed.losses, start=options.steps):
         verdicts.append(equal(console, f"loss of step {step}, resumed", loss, many.losses[step]))
     return all(verdicts)
+
+
+def on_fewer_ranks(options: Options) -> Options:
+    """Give the options to go on from the checkpoint with one sharded copy on fewer ranks."""
+    fewer = [
+        ranks
+        for ranks in range(1, options.world_size)
+        if options.batch % (ranks * options.accumulate) == 0
+    ]
+    return replace(
+        options,
+        mesh="fsdp",
+        tp=None,
+        sequence_parallel=False,
+        ranks=max(fewer, default=1),
+        resume=options.save,
+        save=None,
+    )
 
 
 if __name__ == "__main__":

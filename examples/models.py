@@ -1,4 +1,4 @@
-"""The two models that finetune.py trains: one pretrained, one random and tiny."""
+"""The two models that finetune.py trains, one pretrained, one random and tiny, made parallel."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from shardwalk.mesh import DDPConfig, MeshContext
+from shardwalk.parallelizer_core import materialize, parallelize_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +42,14 @@ def pretrained() -> Recipe:
 
 
 def tiny() -> Recipe:
-    """A random model that reads bytes."""
+    """A random model that reads bytes, with as many heads as the pretrained one."""
     config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
+        vocab_size=258,  # two more than there are bytes: three ranks can share them
+        hidden_size=72,
+        intermediate_size=144,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
         tie_word_embeddings=True,
     )
     return Recipe(
@@ -63,6 +66,17 @@ def small_numbers(name: str, tensor: Tensor, generator: torch.Generator) -> None
 
 
 RECIPES = {"smollm2": pretrained, "tiny": tiny}
+
+
+def parallel_model(recipe: Recipe, context: MeshContext) -> nn.Module:
+    """Build the model so that no rank ever has more of it in memory than it keeps."""
+    model = recipe.on_meta()
+    if isinstance(context.strategy_config, DDPConfig):  # keeps all of it, and wraps real weights
+        materialize(model, **recipe.weights)
+        return parallelize_model(model, context)
+    model = parallelize_model(model, context)
+    materialize(model, **recipe.weights)
+    return model
 
 
 def token_losses(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:

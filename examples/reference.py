@@ -13,7 +13,7 @@ from shardwalk.parallelizer_core import materialize
 
 def one_process(options: Options) -> Report:
     """Make the first step of a plain model, with micro-batches as large as those of a rank."""
-    use_cores(options.ranks)
+    use_cores(options.world_size)
     recipe = RECIPES[options.model]()
     model = recipe.on_meta()
     materialize(model, **recipe.weights)
@@ -22,7 +22,7 @@ def one_process(options: Options) -> Report:
         samples(recipe.encode, options.length),
         step=0,
         size=options.batch,
-        count=options.accumulate * options.ranks,
+        count=options.accumulate * options.data_ranks,
     )
     targets = sum(int((labels != IGNORED).sum()) for _, labels in batches)
     total = 0.0

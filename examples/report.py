@@ -18,11 +18,15 @@ from shardwalk.parallelizer_core import UnitInfo, describe_units
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a rank came to: loss and gradient norm of each step, and its peak memory in bytes."""
+    """What a rank came to: loss and gradient norm of each step, and its peak memory in bytes.
+
+    `refusal` says why the model cannot be parallelized as the options ask, on every rank alike.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     peak: int = 0
+    refusal: str = ""
 
 
 def peak_memory() -> int:
@@ -93,8 +97,22 @@ class StepProgress:
 
 def print_peaks(console: Console, reports: list[Report], alone: Report) -> None:
     """Print the peak memory of each rank beside that of one process without sharding."""
-    ranks = ", ".join(f"{report.peak / 1e9:.2f}" for report in reports)
-    console.print(f"peak memory in GB: {ranks} per rank, {alone.peak / 1e9:.2f} in one process")
+    ranks, one = _gigabytes(reports), _gigabytes([alone])
+    console.print(f"peak memory in GB: {ranks} per rank, {one} in one process")
+
+
+def print_modes(console: Console, modes: dict[str, list[Report]]) -> None:
+    """Print the peak memory of each rank in every mode of checkpointing, one below the other."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("checkpointing", "peak memory per rank in GB"):
+        table.add_column(heading, no_wrap=True)
+    for mode, reports in modes.items():
+        table.add_row(mode, _gigabytes(reports))
+    console.print(table)
+
+
+def _gigabytes(reports: list[Report]) -> str:
+    return ", ".join(f"{report.peak / 1e9:.2f}" for report in reports)
 
 
 def equal(console: Console, what: str, found: float, expected: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,13 +30,34 @@ def example(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["hsdp", "fsdp", "ddp"])
-def test_ranks_agree_with_one_process_and_resume_on_half_of_them(mesh: str) -> None:
-    done = run(EXAMPLES / "finetune.py", *QUICK, "--mesh", mesh)
+@pytest.mark.parametrize("words", ["hsdp", "ddp", "tp --ranks 6 --sequence-parallel"])
+def test_ranks_agree_with_one_process_and_resume_on_fewer(words: str) -> None:
+    done = run(EXAMPLES / "finetune.py", *QUICK, "--mesh", *words.split())
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(", equal (relative ") == 4, done.stdout
     assert "DIFFERENT" not in done.stdout
     assert "per rank, " in done.stdout
+
+
+@pytest.mark.slow
+def test_modes_of_checkpointing_agree_and_show_their_peak_memory() -> None:
+    words = ["--mesh", "fsdp", "--ranks", "2", "--checkpointing", "selective"]
+    done = run(EXAMPLES / "finetune.py", *QUICK, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(", equal (relative ") == 8, done.stdout
+    assert "DIFFERENT" not in done.stdout
+    rows = re.findall(r"^(off|full|selective) +(\d.*)$", done.stdout, re.MULTILINE)
+    peaks = {mode: [float(peak) for peak in row.split(", ")] for mode, row in rows}
+    assert [len(row) for row in peaks.values()] == [2, 2, 2]
+    assert sum(peaks["full"]) < sum(peaks["off"]), peaks
+
+
+def test_ranks_that_do_not_share_the_heads_are_refused_in_one_line() -> None:
+    done = run(EXAMPLES / "finetune.py", *QUICK, "--mesh", "tp", "--tp", "2")
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "tp_size=2" in line
+    assert "num_attention_heads=9" in line
 
 
 @pytest.mark.slow
@@ -53,9 +75,12 @@ def test_the_script_trains_under_torchrun(tmp_path: Path) -> None:
     [
         (["--steps", "0"], "--steps 0 must be at least 1"),
         (["--lr", "-1"], "--lr -1.0 must be above 0"),
-        (["--mesh", "tp"], "invalid choice 'tp' for argument '--mesh'"),
+        (["--mesh", "pp"], "invalid choice 'pp' for argument '--mesh'"),
         (["--ranks", "3", "--batch", "6"], "world_size 3"),
-        (["--batch", "6"], "--batch 6 must be a multiple of --ranks x --accumulate = 4 x 2"),
+        (["--mesh", "tp", "--ranks", "4"], "world_size 4"),
+        (["--tp", "3"], "--tp 3 means nothing with --mesh hsdp; use --mesh tp"),
+        (["--sequence-parallel"], "--sequence-parallel means nothing with --mesh hsdp"),
+        (["--batch", "6"], "--batch 6 must be a multiple of --accumulate x the ranks with data"),
         (["--resume", "nowhere"], "--resume nowhere is no folder"),
     ],
 )
