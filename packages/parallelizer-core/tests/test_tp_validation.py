@@ -83,8 +83,8 @@ HEADS = [
     (4, 2, 4, "num_key_value_heads=2", "1 or 2"),
     (6, 3, 2, "num_key_value_heads=3", "1 or 3"),
     (4, 1, 2, "num_key_value_heads=1", "1"),
-    (6, 2, 4, "num_attention_heads=6", "1 or 2"),
-    (2, 2, 8, "num_attention_heads=2", "1 or 2"),
+    (6, 2, 4, "num_attention_heads=6 and num_key_value_heads=2", "1 or 2"),
+    (2, 2, 8, "num_attention_heads=2 and num_key_value_heads=2", "1 or 2"),
 ]
 
 

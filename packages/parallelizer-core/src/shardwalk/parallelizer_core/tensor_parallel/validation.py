@@ -76,15 +76,13 @@ def validate_tp_heads(model: nn.Module, tp_size: int, plan: Plan) -> None:
         ValueError: names num_attention_heads or num_key_value_heads and the sizes that fit.
     """
     for path, heads, key_value_heads in _planned_heads(model, plan):
-        for name, count in (
-            ("num_attention_heads", heads),
-            ("num_key_value_heads", key_value_heads),
-        ):
-            if count % tp_size:
-                raise ValueError(
-                    f"tp_size={tp_size} does not divide {name}={count} of {path}; "
-                    f"use tp_size={_divisors(tp_size, heads, key_value_heads)}"
-                )
+        counts = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+        uneven = [f"{name}={count}" for name, count in counts.items() if count % tp_size]
+        if uneven:
+            raise ValueError(
+                f"tp_size={tp_size} does not divide {' and '.join(uneven)} of {path}; "
+                f"use tp_size={_divisors(tp_size, heads, key_value_heads)}"
+            )
 
 
 def refuse_adapters(model: nn.Module, tp_size: int) -> None:
