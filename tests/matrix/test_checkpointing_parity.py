@@ -11,16 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwalk.mesh import DDPConfig, FSDP2Config, MeshContext, ParallelismSizes
+from shardwalk.mesh import (
+    DDPConfig,
+    DistributedSetup,
+    FSDP2Config,
+    MeshContext,
+    ParallelismSizes,
+)
 from shardwalk.parallelizer_core import parallelize_model
 from shardwalk.parallelizer_core.testing import (
     Bf16,
     ParityCase,
     TokenBatches,
     assert_parity,
+    cached,
     run_on_ranks,
     tiny_decoder_case,
 )
+from shardwalk.parallelizer_core.testing.collectives import CountCollectives
 from tests.matrix.case_models import (
     BF16,
     FULL,
@@ -39,6 +47,7 @@ MESHES = {
     "fsdp 4": (4, ParallelismSizes()),
     "hsdp 2x2": (4, ParallelismSizes(dp_replicate_size=2)),
     "ddp 2": (2, ParallelismSizes()),
+    "tp 2 x fsdp 2": (4, ParallelismSizes(tp_size=2)),
 }
 
 
@@ -125,6 +134,61 @@ def test_prefetch_and_resharding_do_not_change_the_numbers(mode: str) -> None:
     run(case("plain", micro_batches=2), "fsdp 4", mode, unit=unit)
     run(case("plain", micro_batches=2), "fsdp 4", mode, unit={"reshard_after_forward": True})
     run(case("plain"), "fsdp 4", mode, meta_start="checkpoint")
+
+
+# Tensor parallelism
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "sequence_parallel"),
+    [
+        ("full", "llama", False),
+        ("selective", "qwen3", True),
+        ("selective", "gemma3", False),
+        ("full", "qwen3", True),
+    ],
+)
+def test_tensor_parallel(mode: str, name: str, sequence_parallel: bool) -> None:
+    run(case(name), "tp 2 x fsdp 2", mode, unit={"sequence_parallel": sequence_parallel})
+
+
+def tiny_llama() -> nn.Module:
+    torch.manual_seed(3)
+    return MODELS["llama"](True)
+
+
+def tp_steps(sequence_parallel: bool) -> list[dict[str, int]]:
+    """The collectives of a bf16 step in each mode, whose gradients agree bit for bit."""
+    sizes = ParallelismSizes(tp_size=2)
+    setup = cached("tp steps", lambda: DistributedSetup.build("fsdp2", parallelism_sizes=sizes))
+    found, grads = [], []
+    for mode in (False, "selective", "full"):
+        config = FSDP2Config(
+            activation_checkpointing=mode, sequence_parallel=sequence_parallel, mp_policy=BF16
+        )
+        mesh = setup.mesh_context.device_mesh
+        model = parallelize_model(
+            tiny_llama(), MeshContext.from_meshes(mesh, strategy_config=config)
+        )
+        loss = mean_loss(model, tokens())
+        with CountCollectives() as counted:
+            loss.backward()
+        found.append(dict(counted.calls))
+        grads.append(gradients(model))
+    for others in grads[1:]:
+        assert all(torch.equal(value, others[name]) for name, value in grads[0].items())  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_selective_repeats_no_collective_of_tensor_parallelism(sequence_parallel: bool) -> None:
+    """Full repeats those of a block that come before its last saved tensor, in three blocks.
+
+    That is the sum after attention; with split sequences two gathers and the scatter between.
+    """
+    for off, selective, full in run_on_ranks(2, tp_steps, sequence_parallel):
+        assert selective == off
+        assert sum(full.values()) - sum(off.values()) == 3 * (3 if sequence_parallel else 1)
 
 
 # Units inside a checkpointed block

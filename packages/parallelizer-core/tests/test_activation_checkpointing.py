@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from walk_toys import Decoder, context, full_gradients, ids
 
 from shardwalk.mesh import MeshContext
@@ -163,6 +164,24 @@ def assert_close(found: dict[str, Tensor | None], expected: dict[str, Tensor | N
 
 def test_parts_are_recomputed_under_fsdp_too() -> None:
     run_on_ranks(2, parts_on_ranks)
+
+
+def reapplied(strategy: str) -> list[bool]:
+    """Whether blocks are checkpointed each time that trainability is reapplied."""
+    seen: list[bool] = []
+    mesh_context = context(activation_checkpointing="full")
+    if strategy == "none":
+        mesh_context = MeshContext(activation_checkpointing="full")
+    mesh_context.reapply_trainability = lambda model: seen.append(
+        "forward" in vars(model.layers[0])
+    )
+    parallelize_model(Decoder(), mesh_context)
+    return seen
+
+
+def test_trainability_is_reapplied_before_and_after_checkpointing() -> None:
+    assert run_on_ranks(2, reapplied, "fsdp2") == [[False, True]] * 2
+    assert reapplied("none") == [False]
 
 
 def test_a_block_without_parts_is_recomputed_whole() -> None:
@@ -410,7 +429,8 @@ def branching_step(make: Callable[[], nn.Module], mode: str | bool) -> Any:
     Branching.decisions = 0
     model = seeded(lambda: Decoder(block=make))
     apply_activation_checkpointing(model, mode)
-    return model, train(model, ids())
+    with set_checkpoint_early_stop(False):  # so that an unread record is noticed
+        return model, train(model, ids())
 
 
 @modes
@@ -473,7 +493,12 @@ def kept_graph() -> None:
 
 
 def test_a_second_backward_over_a_kept_graph() -> None:
+    """Under full; what selective kept is gone after the first one, and torch says so."""
     run_on_ranks(2, kept_graph)
+    loss = checkpointed(Decoder, "selective")(ids()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        loss.backward()
 
 
 # Memory

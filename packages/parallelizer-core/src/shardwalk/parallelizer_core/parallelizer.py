@@ -16,6 +16,7 @@ from shardwalk.mesh import (
     MeshContext,
     get_fsdp_dp_mesh,
     get_submesh,
+    normalize_activation_checkpointing,
 )
 from shardwalk.parallelizer_core.activation_checkpointing import apply_activation_checkpointing
 from shardwalk.parallelizer_core.fsdp2.dtype_units import shard_unit
@@ -100,6 +101,7 @@ class ModelParallelizer:
             activation_checkpointing_scope=activation_checkpointing_scope,
             frozen_multimodal_sharding=frozen_multimodal_sharding,
         )
+        activation_checkpointing = normalize_activation_checkpointing(activation_checkpointing)
         tp_mesh = _axis(device_mesh, tp_mesh_name)
         tp_size = 1 if tp_mesh is None else tp_mesh.size()
         if tp_mesh is not None and tp_size > 1:
