@@ -121,7 +121,9 @@ def _apply_model_parallelizer(
         _checkpoint_activations(model, mesh_context, parallelizer)
         return model
     if isinstance(mesh_context.strategy_config, DDPConfig):
-        return _parallelize_ddp(model, mesh_context, parallelizer)
+        _reapply_trainability(model, mesh_context)
+        _checkpoint_activations(model, mesh_context, parallelizer)
+        return _parallelize_ddp(model, mesh_context)
     if isinstance(mesh_context.strategy_config, MegatronFSDPConfig):
         return _parallelize_megatron_fsdp(model, mesh_context)
     refuse_unshardable(model)
@@ -133,12 +135,8 @@ def _apply_model_parallelizer(
     return _parallelize_fsdp2(model, mesh_context, parallelizer)
 
 
-def _parallelize_ddp(
-    model: nn.Module, mesh_context: MeshContext, parallelizer: ModelParallelizer
-) -> nn.Module:
+def _parallelize_ddp(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     assert isinstance(mesh_context.strategy_config, DDPConfig)
-    _reapply_trainability(model, mesh_context)
-    _checkpoint_activations(model, mesh_context, parallelizer)
     return wrap_ddp(model, mesh_context, mesh_context.strategy_config)
 
 
