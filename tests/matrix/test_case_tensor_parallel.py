@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from shardwalk.mesh import DistributedSetup, FSDP2Config, MeshContext, ParallelismSizes
 from shardwalk.parallelizer_core import materialize, model_state_dict, parallelize_model
+from shardwalk.parallelizer_core.tensor_parallel import ColumnParallel, RowParallel
 from shardwalk.parallelizer_core.testing import (
     ParityCase,
     TokenBatches,
@@ -251,3 +252,49 @@ def refusal(heads: int, kv_heads: int, tp_size: int) -> str:
 
 def test_b57_key_value_heads_that_divide() -> None:
     run(stack_case(n_heads=4, n_kv_heads=2), 2, 2)
+
+
+@pytest.mark.parametrize("token", [61, 99, -1])
+def test_a_token_outside_the_vocabulary_is_an_error_on_every_rank(token: int) -> None:
+    assert run_on_ranks(2, unknown_token, token) == [True, True]
+
+
+def unknown_token(token: int) -> bool:
+    model = parallelize_model(PlainStack(), context(2))
+    with pytest.raises(IndexError):
+        model(torch.tensor([[1, 2, token]]))
+    return True
+
+
+def test_ranks_with_other_plans_are_told_before_anything_is_cut() -> None:
+    for message in run_on_ranks(2, other_plans):
+        assert "tp_plan is another one on tp ranks [1] than on tp rank 0" in message
+
+
+def other_plans() -> str:
+    plan = None
+    if torch.distributed.get_rank():
+        plan = {
+            "layers.*.feed_forward.up_proj": ColumnParallel(),
+            "layers.*.feed_forward.down_proj": RowParallel(),
+        }
+    with pytest.raises(ValueError) as caught:
+        parallelize_model(PlainStack(), context(2, tp_plan=plan))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("length", [5, 6])
+def test_ranks_of_one_group_that_read_other_rows_are_told(length: int) -> None:
+    for message in run_on_ranks(2, other_rows, length):
+        assert "tp ranks [1] called the model with other inputs than tp rank 0" in message
+
+
+def other_rows(length: int) -> str:
+    """Other tokens, or as many as the other rank has and one more."""
+    model = parallelize_model(PlainStack(), context(2))
+    rank = torch.distributed.get_rank()
+    tokens = torch.arange(length + rank * (length % 2)).view(1, -1) + rank
+    with pytest.raises(ValueError) as caught:
+        model(tokens)
+    model(torch.arange(length).view(1, -1)).sum().backward()
+    return str(caught.value)

@@ -27,6 +27,7 @@ from shardwalk.parallelizer_core.plugins import expert_parallel_provider
 from shardwalk.parallelizer_core.refusals import refuse_apply_options
 from shardwalk.parallelizer_core.start_values import check_equal_start
 from shardwalk.parallelizer_core.tensor_parallel.parallelize import (
+    describe_plan,
     parallelize_tensors,
     plan_tensors,
 )
@@ -116,7 +117,16 @@ class ModelParallelizer:
         )
         if reapply_trainability is not None:
             reapply_trainability(model)
-        check_equal_start(model, device_mesh)
+        check_equal_start(
+            model,
+            device_mesh,
+            {
+                "tp_plan": describe_plan(plan),
+                "activation_checkpointing": activation_checkpointing,
+                "mp_policy": mp_policy,
+                "reshard_after_forward": reshard_after_forward,
+            },
+        )
         if tp_mesh is not None and plan:
             parallelize_tensors(model, tp_mesh, plan)
         apply_activation_checkpointing(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from shardwalk.mesh import get_flat_mesh
 
 _T = TypeVar("_T")
-Fingerprint = tuple[tuple[int, ...], str, bool, int | None]
+Fingerprint = tuple[object, ...]
 
+_OPTION = "option "
 _CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -30,20 +31,29 @@ class _Difference:
     first: int
 
 
-def check_equal_start(model: nn.Module, device_mesh: DeviceMesh) -> None:
+def check_equal_start(
+    model: nn.Module, device_mesh: DeviceMesh, options: Mapping[str, object] | None = None
+) -> None:
     """Compare the parameters and buffers of `model` over all ranks of its pipeline stage.
 
     Data-parallel ranks keep shards or copies of one model, and tensor-parallel peers each cut their
     part from their own copy. Two exchanges at most, of a few numbers for each tensor. Values on the
     meta device are none yet, and what is cut already (experts) is compared before it is cut.
 
+    Args:
+        options: what every rank must have been asked for alike, by name; compared as text.
+
     Raises:
-        ValueError: on every rank, naming the first tensor that differs and the ranks that differ.
+        ValueError: on every rank, naming the first option or tensor that differs and the ranks that
+            differ.
     """
     data, tp = get_flat_mesh(device_mesh, "dp_cp"), _tensor_parallel_axis(device_mesh)
     if data.size() == 1 and tp is None:
         return
-    own = {name: _fingerprint(tensor) for name, tensor in _tensors(model)}
+    own: dict[str, Fingerprint] = {
+        f"{_OPTION}{name}": (str(value),) for name, value in (options or {}).items()
+    }
+    own |= {name: fingerprint(tensor) for name, tensor in _tensors(model)}
     found = _over_data_ranks(own, data)
     where = "ranks"
     if tp is not None:
@@ -53,6 +63,11 @@ def check_equal_start(model: nn.Module, device_mesh: DeviceMesh) -> None:
         if found is None:
             found = _first_difference([row for _, row in reports], list(range(len(reports))))
             where = "tp ranks"
+    if found is not None and found.name.startswith(_OPTION):
+        raise ValueError(
+            f"{found.name.removeprefix(_OPTION)} is another one on {where} {found.others} than on "
+            f"{where.removesuffix('s')} {found.first}: give every rank the same options"
+        )
     if found is not None:
         raise ValueError(
             f"{found.name} has other values on {where} {found.others} than on "
@@ -99,7 +114,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def _fingerprint(tensor: torch.Tensor) -> Fingerprint:
+def fingerprint(tensor: torch.Tensor) -> Fingerprint:
+    """Shape, dtype, trainability and an exact checksum of a tensor; no checksum on meta."""
     checksum = None if tensor.is_meta else _checksum(tensor)
     return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, checksum
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core.tensor_parallel.apply import apply_plan
 from shardwalk.parallelizer_core.tensor_parallel.coverage import check_uncovered
+from shardwalk.parallelizer_core.tensor_parallel.equal_inputs import check_first_inputs
 from shardwalk.parallelizer_core.tensor_parallel.plans import (
     SidecarPlan,
     check_plan_with_sidecar,
@@ -56,4 +57,13 @@ def plan_tensors(
 def parallelize_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Split `model` over the tensor-parallel axis in place; nothing is communicated."""
     apply_plan(model, mesh, plan)
+    check_first_inputs(model, mesh)
     refuse_uneven_sequences(model, plan, mesh.size())
+
+
+def describe_plan(plan: Plan) -> str:
+    """What must be the same on every rank: which styles each module has."""
+    return "; ".join(
+        f"{path}: {', '.join(type(style).__qualname__ for style in styles)}"
+        for path, styles in plan.items()
+    )

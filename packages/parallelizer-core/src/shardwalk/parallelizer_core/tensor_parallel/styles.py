@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn import functional as F
 
 from shardwalk.parallelizer_core._torch_compat import is_persistent_buffer
 from shardwalk.parallelizer_core.tensor_parallel.layouts import (
@@ -144,13 +143,13 @@ class _EmbeddingForward:
         rows = local_values(self.table, {"weight": Shard(0)})["weight"]
         first = self._first_row()
         own = input - first
-        elsewhere = (own < 0) | (own >= rows.shape[0])
+        # An id outside the vocabulary stays one, for the lookup to fail on as it does unsplit.
+        known = (input >= 0) & (input < self.table.num_embeddings)
+        elsewhere = known & ((own < 0) | (own >= rows.shape[0]))
         padding = self.table.padding_idx
         local_padding = None
         if padding is not None and 0 <= padding - first < rows.shape[0]:
             local_padding = padding - first
-        if not rows.shape[0]:
-            rows = F.pad(rows, (0, 0, 0, 1))  # a row to point at for ids that are all elsewhere
         with shown(self.table, weight=rows, padding_idx=local_padding):
             found = self.inner(own.masked_fill(elsewhere, 0))
         return sum_parts(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.mesh)
