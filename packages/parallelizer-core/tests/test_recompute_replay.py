@@ -197,7 +197,10 @@ def test_another_path_in_the_recompute_is_an_error_that_names_the_keys(
 
 
 def test_a_recompute_that_torch_ends_early_may_leave_records_unread() -> None:
-    """torch stops at the last saved tensor; what came after it need not run again."""
+    """A call by hand, where torch stops at the last saved tensor: `early_stop=False` is up to it.
+
+    Blocks that `parallelize_model` checkpoints have it (test_checkpoint_seams).
+    """
     x, draws, ends = leaf(), Draws(), []
 
     def function(x: Tensor) -> Tensor:

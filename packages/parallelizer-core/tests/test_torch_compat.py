@@ -112,3 +112,16 @@ def test_a_mode_that_is_taken_off_does_not_see_what_runs() -> None:
             torch.zeros(2)
         with pytest.raises(RuntimeError, match="not found in storage"):
             torch.zeros(2)
+
+
+def test_the_dict_of_buffers_is_what_the_module_reads() -> None:
+    """Running statistics are written without being counted: a version would not tell of it."""
+    module = nn.BatchNorm1d(2)
+    buffers = compat.buffers_of(module)
+    assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    other = torch.zeros(2)
+    buffers["running_mean"] = other
+    module(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
+    assert module.running_mean is other and other.sum() > 0
+    assert compat.tensor_version(other) == 0
+    assert compat.buffers_of(nn.BatchNorm1d(2, track_running_stats=False))["running_var"] is None

@@ -25,6 +25,7 @@ __all__ = [
     "after_backward",
     "argument_of",
     "as_own_tensor",
+    "buffers_of",
     "drop_unreduced_gradients",
     "foreach_norms",
     "foreach_scale_",
@@ -278,6 +279,11 @@ def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -
 def foreach_scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the tensors of one device in place by a scalar tensor of that device (2.13.0)."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own dict of its buffers, those that are None among them (2.13.0)."""
+    return module._buffers
 
 
 def is_persistent_buffer(module: nn.Module, name: str) -> bool:

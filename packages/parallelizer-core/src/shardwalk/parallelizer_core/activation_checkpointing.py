@@ -21,13 +21,12 @@ from shardwalk.mesh import (
     ActivationCheckpointingScope,
     normalize_activation_checkpointing,
 )
+from shardwalk.parallelizer_core.checkpoint_seams import check_seams, context_makers, save_rules
 from shardwalk.parallelizer_core.layers import find_block_stacks, has_forward
+from shardwalk.parallelizer_core.recompute_buffers import BuffersOfForward
 from shardwalk.parallelizer_core.recompute_replay import ContextPair, RecomputeMark, Together
 from shardwalk.parallelizer_core.refusals import refuse_apply_options
-from shardwalk.parallelizer_core.selective_checkpointing import (
-    check_save_rules,
-    selective_contexts,
-)
+from shardwalk.parallelizer_core.selective_checkpointing import selective_contexts
 
 _TORCH_WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls its module
 _PART_WORDS = ("attn", "attention", "mlp", "ffn", "feed_forward", "moe", "experts", "mixer")
@@ -52,6 +51,7 @@ def apply_activation_checkpointing(
     Raises:
         ValueError: an unknown mode; a scope that this version does not have; a model without
             blocks, or that is checkpointed already, by shardwalk or by its own means.
+        TypeError: a `checkpoint_context` or `ops_to_save` of a block is not what it must be.
     """
     resolved = normalize_activation_checkpointing(mode)
     if not resolved:
@@ -62,7 +62,6 @@ def apply_activation_checkpointing(
     for block in _blocks(model):
         parts = [block] if whole_layers or options.selective else _parts_of(block)
         for part in parts:
-            _check_save_rules(part)
             vars(part)["forward"] = CheckpointedForward(part, block, options)
 
 
@@ -71,6 +70,7 @@ def refuse_checkpointing(model: nn.Module, mode: bool | str) -> None:
 
     Raises:
         ValueError: names the module, or the option and both ways out.
+        TypeError: a module in a block has a seam that cannot be used.
     """
     for name, module in model.named_modules():
         by_hand = any(child == _TORCH_WRAPPED for child, _ in module.named_children())
@@ -90,6 +90,8 @@ def refuse_checkpointing(model: nn.Module, mode: bool | str) -> None:
             f"activation_checkpointing={mode!r} recomputes blocks, and {type(model).__name__} has "
             f"no list of them; use activation_checkpointing=False"
         )
+    for block in _blocks(model) if mode else ():
+        check_seams(block.modules())
 
 
 @dataclass
@@ -117,31 +119,33 @@ class CheckpointedForward:
         kwargs = {name: self._without_cache(value) for name, value in kwargs.items()}
         # Bound beforehand: `checkpoint` has keywords of its own, which the module's may be named as
         call = functools.partial(self._forward, **kwargs)
-        return checkpoint(call, *args, use_reentrant=False, context_fn=self._contexts)
+        makers = context_makers(self._modules())
+        # A recompute that ends early never comes to what its forward recorded last, and a log could
+        # not tell that from a record which the recompute does not ask for.
+        return checkpoint(
+            call,
+            *args,
+            use_reentrant=False,
+            early_stop=not makers,
+            context_fn=functools.partial(self._contexts, makers),
+        )
 
-    def _contexts(self) -> ContextPair:
-        pairs = [make() for make in self._context_makers()]
+    def _contexts(self, makers: Sequence[Callable[[], ContextPair]]) -> ContextPair:
+        """Torch asks for them right before the forward."""
+        pairs = [make() for make in makers]
         forward = [pair[0] for pair in pairs]
-        recompute = [*(pair[1] for pair in pairs), RecomputeMark()]
+        recompute = [BuffersOfForward(self._module), *(pair[1] for pair in pairs), RecomputeMark()]
         if self._options.selective:
-            kept = selective_contexts(rules() for rules in self._seams("ops_to_save"))
+            kept = selective_contexts(save_rules(self._modules()))
             forward.append(kept[0])
             recompute.append(kept[1])
         return Together(forward), Together(recompute)
 
-    def _context_makers(self) -> list[Callable[[], ContextPair]]:
-        """Those of the block and of the modules that run in this call; the same one only once."""
-        makers: list[Callable[[], ContextPair]] = []
-        for maker in self._seams("checkpoint_context"):
-            if maker not in makers:
-                makers.append(maker)
-        return makers
-
-    def _seams(self, name: str) -> Iterator[Callable[[], Any]]:
-        seen = [] if self._module is self._block else [self._block]
-        for module in (*seen, *self._module.modules()):
-            if name in vars(module) or hasattr(type(module), name):
-                yield getattr(module, name)
+    def _modules(self) -> Iterator[nn.Module]:
+        """The block, and the modules that run in this call."""
+        if self._module is not self._block:
+            yield self._block
+        yield from self._module.modules()
 
     def _without_cache(self, value: Any) -> Any:
         """None for a cache of keys and values: the recompute would append to it again."""
@@ -183,10 +187,3 @@ def _composite_children(module: nn.Module) -> Iterator[nn.Module]:
             yield from _composite_children(child)
         elif any(True for _ in child.children()) or any(word in name for word in _PART_WORDS):
             yield child
-
-
-def _check_save_rules(module: nn.Module) -> None:
-    for each in module.modules():
-        rules = getattr(each, "ops_to_save", None)
-        if callable(rules):
-            check_save_rules(rules(), type(each).__qualname__)

@@ -32,7 +32,10 @@ ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def replay_contexts() -> ContextPair:
     """A new log for one checkpointed call: its recording and its replaying context.
 
-    The second may be entered any number of times; each starts at the first record.
+    The second may be entered any number of times; each starts at the first record, and raises
+    RuntimeError for a record that was not asked for when it ends. torch ends a recompute early, by
+    an exception, unless `checkpoint` was called with `early_stop=False`; `parallelize_model` does
+    so for blocks with a `checkpoint_context`.
     """
     log: list[_Record] = []
     return _LogContext(log, replays=False), _LogContext(log, replays=True)

@@ -188,6 +188,14 @@ class _FollowDecisions(TorchDispatchMode):
         self._decisions.restart()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
+    def __exit__(self, *error: Any) -> Any:
+        if isinstance(error[1], RuntimeError) and "backward an extra time" in str(error[1]):
+            error[1].add_note(
+                "What activation_checkpointing='selective' keeps is given to one backward; use "
+                "'full' for retain_graph=True and a second one"
+            )
+        return super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._decisions.concerns(func):
             self._decisions.follow(func, args)
