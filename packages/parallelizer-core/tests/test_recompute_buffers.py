@@ -46,7 +46,7 @@ class Averaging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x + self.up(x / self.mean.clone()).sin()
         self.update(y.detach().abs().mean((0, 1)))
-        return y
+        return y.sin()  # its backward needs y, so that a recompute comes this far
 
     def update(self, now: Tensor) -> None:
         self.mean.mul_(0.5).add_(now)
