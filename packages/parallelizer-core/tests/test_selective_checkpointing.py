@@ -17,7 +17,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardwalk.parallelizer_core import apply_activation_checkpointing
+from shardwalk.parallelizer_core import (
+    apply_activation_checkpointing,
+    record_or_replay,
+    replay_contexts,
+)
 from shardwalk.parallelizer_core.selective_checkpointing import always, selective_contexts
 from shardwalk.parallelizer_core.testing import run_on_ranks
 from shardwalk.parallelizer_core.testing.collectives import CountCollectives
@@ -332,3 +336,37 @@ def test_what_cannot_be_kept_is_refused(op: Any, error: type[Exception], named: 
     model[0].router.ops_to_save = lambda: {op: always}
     with pytest.raises(error, match=f"ops_to_save of Router.*{named}"):
         apply_activation_checkpointing(model, "selective")
+
+
+class Chooses(nn.Module):
+    """Records a choice made by an operator that is kept, between others of its kind."""
+
+    checkpoint_context = staticmethod(replay_contexts)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.up(x).topk(2).values.sin()
+        chosen = record_or_replay("choice", lambda: (x.detach() @ W).topk(1).indices)
+        after = (self.up(x).sin() @ self.up.weight).sin().topk(3).values
+        return after.sin().sum() + before.sum() + x.gather(1, chosen).sin().sum()
+
+
+def test_what_a_forward_records_is_no_operator_of_its_recompute() -> None:
+    """And what comes before and after it is kept as if it were not there."""
+    gradients = []
+    for mode in (False, "selective"):
+        torch.manual_seed(1)
+        model = nn.ModuleList([Chooses()])
+        apply_activation_checkpointing(model, mode)
+        x = X.clone().requires_grad_()
+        with Executed() as executed:
+            model[0](x).backward()
+        assert executed.calls[aten.topk.default] == 3
+        # Four products forward, six backward; of the three of the block the second runs again.
+        assert executed.calls[aten.mm.default] == 4 + 6 + (mode == "selective")
+        gradients.append([x.grad, model[0].up.weight.grad])
+    for plain, selective in zip(*gradients, strict=True):
+        assert torch.equal(plain, selective)

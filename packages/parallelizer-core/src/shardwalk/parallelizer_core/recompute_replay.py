@@ -77,6 +77,11 @@ def is_recomputing() -> bool:
     return _thread.recomputes > 0
 
 
+def is_deciding() -> bool:
+    """Whether this thread is in a `compute` whose value is being recorded; no recompute runs it."""
+    return _thread.deciding > 0
+
+
 class Together(AbstractContextManager[None]):
     """Several contexts as one, which may be entered as often as each of them may."""
 
@@ -146,6 +151,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.cursors: list[_Cursor] = []
         self.recomputes = 0
+        self.deciding = 0
 
 
 _thread = _Thread()
@@ -179,10 +185,12 @@ class _LogContext(AbstractContextManager[None]):
 def _outside_of_logs(compute: Callable[[], T]) -> T:
     """Call `compute`; what it decides in turn is part of its value and needs no record."""
     entered, _thread.cursors = _thread.cursors, []
+    _thread.deciding += bool(entered)
     try:
         return compute()
     finally:
         _thread.cursors = entered
+        _thread.deciding -= bool(entered)
 
 
 def _refuse_unrecorded(key: str) -> None:

@@ -9,6 +9,7 @@ the start: it cannot come to another choice, and one that takes another path is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from shardwalk.parallelizer_core._torch_compat import (
     mutates_arguments,
     without_innermost_mode,
 )
-from shardwalk.parallelizer_core.recompute_replay import ContextPair, Together
+from shardwalk.parallelizer_core.recompute_replay import ContextPair, Together, is_deciding
 
 SaveRule = Callable[..., bool]
 """Called with the arguments of an operator's call: whether to keep what it returns."""
@@ -92,7 +93,10 @@ def selective_contexts(extra_rules: Iterable[Mapping[Any, SaveRule]] = ()) -> Co
     """
     decisions = _Decisions(tuple(extra_rules))
     forward, recompute = create_selective_checkpoint_contexts(decisions.policy)
-    return forward, Together([recompute, _FollowDecisions(decisions)])
+    return (
+        Together([forward, _LeaveOutRecorded()]),
+        Together([recompute, _FollowDecisions(decisions)]),
+    )
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,21 @@ _SAME_PATH = (
     "both must take the same path: decide what may differ through record_or_replay, under "
     "checkpoint_context = replay_contexts"
 )
+
+
+class _LeaveOutRecorded(TorchDispatchMode):
+    """Hides from torch's mode what `record_or_replay` runs, since no recompute runs it again."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As for `_FollowDecisions`."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_innermost_mode() if is_deciding() else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 class _FollowDecisions(TorchDispatchMode):
