@@ -102,6 +102,27 @@ class TiedBlocks(nn.Module):
         return self.head(x)
 
 
+class SharedModules(nn.Module):
+    """Blocks that hold one norm, and two of them one matrix; beside tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 6)
+        first, second, third, fourth = (Block(6) for _ in range(4))
+        second.norm = first.norm
+        third.up = first.up
+        third.down.weight = second.down.weight
+        self.layers = nn.ModuleList([first, second, third, fourth])
+        self.head = nn.Linear(6, 61, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.layers:
+            x = block(x)
+        return self.head(x)
+
+
 def llama(**unused: Any) -> nn.Module:
     return MODELS["llama"](True)
 
@@ -114,7 +135,7 @@ def decoder() -> nn.Module:
     return TinyDecoder(tied=True)
 
 
-TIED = [decoder, llama, gemma, ThreeNames, OneBlockOften, TiedBlocks]
+TIED = [decoder, llama, gemma, ThreeNames, OneBlockOften, TiedBlocks, SharedModules]
 
 
 def table(model: nn.Module, name: str) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwalk.mesh import FSDP2Config, ParallelismSizes
 from shardwalk.parallelizer_core.testing import ParityCase, TokenBatches, assert_parity
-from tests.matrix.plain_stack import plain_stack, uniform_weights
+from tests.matrix.plain_stack import PlainStack, plain_stack, uniform_weights
 from tests.matrix.tiny_transformers import MODELS, SIZES, normal_weights
 
 MESHES = {
@@ -116,3 +116,24 @@ def test_recomputed_blocks_have_the_numbers_of_one_process(
         setup={"activation_checkpointing": mode},
         optimizers=("sgd",),
     )
+
+
+def sharing_stack() -> nn.Module:
+    """Blocks that hold the attention, a norm or one matrix of another, beside tied tables."""
+    model = PlainStack(tied=True, layers=4)
+    first, second, third, fourth = model.layers
+    third.attention = first.attention
+    second.attention_norm = first.attention_norm
+    fourth.feed_forward.up_proj = second.feed_forward.up_proj
+    return model
+
+
+@sequences
+@pytest.mark.parametrize("mesh", ["tp 2 x fsdp 2", "tp 2 x hsdp 2x2"])
+def test_modules_that_several_blocks_share(mesh: str, sequence_parallel: bool) -> None:
+    parity_case = ParityCase(
+        model=sharing_stack,
+        batches=TokenBatches(vocabulary=61, length=11, micro_batches=2),
+        init=uniform_weights,
+    )
+    run(parity_case, mesh, sequence_parallel=sequence_parallel, optimizers=("adamw",))

@@ -190,6 +190,16 @@ def test_a_block_without_parts_is_recomputed_whole() -> None:
     assert "forward" not in vars(model[1][0])
 
 
+def test_a_part_that_two_blocks_share_is_recomputed_once_per_call() -> None:
+    model = seeded(parted)
+    model.layers[2].attn = model.layers[0].attn
+    apply_activation_checkpointing(model, "full", whole_layers=False)
+    found = runs(model)
+    train(model, ids())
+    assert found["layers.0.attn"] == 2  # called by two blocks; its hooks run once in each
+    assert found["layers.0.attn.qkv"] == 2 * 2
+
+
 def test_what_cannot_be_checkpointed_is_refused() -> None:
     with pytest.raises(ValueError, match="'full' recomputes blocks, and Linear has no list"):
         apply_activation_checkpointing(nn.Linear(2, 2), "full")

@@ -51,13 +51,30 @@ def test_tied_blocks_stay_in_the_root_and_a_repeated_block_is_one_unit():
     ]
 
 
+class SharedModules(Decoder):
+    """Two blocks hold one norm, and the model names a third block and a part of a fourth."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=5)
+        self.layers[1].norm = self.layers[0].norm
+        self.middle = self.layers[2]
+        self.first_product = self.layers[3].up
+
+
+def test_blocks_that_hold_a_module_of_others_stay_in_the_root():
+    """A block that has two names is still one unit; a part that could be called without it is not
+    in it."""
+    units = run_on_ranks(2, names_of, SharedModules)[0]
+    assert units == ["", "embed", "layers.2", "layers.4", "head"]
+
+
 def gradients(make, **kwargs):
     model = sharded(make, **kwargs)
     model(ids()).square().mean().backward()
     return full_gradients(model)
 
 
-@pytest.mark.parametrize("make", [SharedBlocks, Decoder, Frozen])
+@pytest.mark.parametrize("make", [SharedBlocks, SharedModules, Decoder, Frozen])
 def test_gradients_of_the_odd_shapes_are_those_of_one_process(make):
     torch.manual_seed(7)
     reference = make()

@@ -62,7 +62,8 @@ def apply_activation_checkpointing(
     for block in _blocks(model):
         parts = [block] if whole_layers or options.selective else _parts_of(block)
         for part in parts:
-            vars(part)["forward"] = CheckpointedForward(part, block, options)
+            if not _is_checkpointed(part):  # as part of another block, which shares it
+                vars(part)["forward"] = CheckpointedForward(part, block, options)
 
 
 def refuse_checkpointing(model: nn.Module, mode: bool | str) -> None:
@@ -74,7 +75,7 @@ def refuse_checkpointing(model: nn.Module, mode: bool | str) -> None:
     """
     for name, module in model.named_modules():
         by_hand = any(child == _TORCH_WRAPPED for child, _ in module.named_children())
-        if (mode and by_hand) or isinstance(vars(module).get("forward"), CheckpointedForward):
+        if (mode and by_hand) or _is_checkpointed(module):
             raise ValueError(
                 f"{name or 'the model'} is checkpointed already; pass the model as it was built, "
                 f"once"
@@ -166,6 +167,10 @@ class CheckpointedForward:
                 stacklevel=2,
             )
         return None
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), CheckpointedForward)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
