@@ -9,6 +9,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core.layers import has_forward
+from shardwalk.parallelizer_core.tensor_parallel.mixing import (
+    mixing_in_attention,
+    mixing_in_feed_forward,
+)
 from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput, WholeInput
 from shardwalk.parallelizer_core.tensor_parallel.roles import (
     HEAD_NORM_NAMES,
@@ -119,6 +123,8 @@ def _styles_in(
 
 def _attention_styles(part: _Part, attention: Attention, counts: HeadCounts) -> Styles:
     *columns, row = attention.names
+    _refuse_buffers(part, {counts.heads, counts.key_value_heads}, "heads")
+    _refuse_mixing(part, mixing_in_attention(part.module), "heads")
     yield from _linear_styles(part, tuple(columns), row)
     names = count_attributes(attention, counts)
     if names:
@@ -127,6 +133,8 @@ def _attention_styles(part: _Part, attention: Attention, counts: HeadCounts) -> 
 
 def _feed_forward_styles(part: _Part, found: FeedForward) -> Styles:
     check_feed_forward(found)
+    if not part.is_block:
+        _refuse_buffers(part, {found.inner_size}, "features")
     for name, child in part.module.named_children():
         if isinstance(child, _MIXERS):
             raise MisfitError(
@@ -134,7 +142,28 @@ def _feed_forward_styles(part: _Part, found: FeedForward) -> Styles:
                 f"{type(child).__name__} mixes the features between {found.columns[0]} and "
                 f"{found.row}, of which each rank would hold a part",
             )
+    if not part.attention:
+        _refuse_mixing(part, mixing_in_feed_forward(part.module), "features")
     yield from _linear_styles(part, found.columns, found.row)
+
+
+def _refuse_mixing(part: _Part, found: tuple[str, str] | None, parts: str) -> None:
+    if found is not None:
+        path, calls = found
+        raise MisfitError(
+            _join(part.path, path) if path else part.path,
+            f"{calls}, which may work over {parts} of which each rank would hold a part",
+        )
+
+
+def _refuse_buffers(part: _Part, sizes: set[int], parts: str) -> None:
+    for name, buffer in part.module.named_buffers(recurse=False):
+        if any(size > 1 and size in sizes for size in buffer.shape):
+            raise MisfitError(
+                _join(part.path, name),
+                f"a buffer of {tuple(buffer.shape)}, which may hold something for each of the "
+                f"{parts}, of which each rank has a part",
+            )
 
 
 def _linear_styles(part: _Part, columns: tuple[str, ...], row: str) -> Styles:

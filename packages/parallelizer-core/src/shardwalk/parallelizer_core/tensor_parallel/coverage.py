@@ -40,7 +40,7 @@ def check_uncovered(model: nn.Module, plan: Plan) -> dict[str, tuple[ParallelSty
     additions: dict[str, tuple[ParallelStyle, ...]] = {}
     for region in planned.regions():
         for path, module in planned.uncovered(region.path):
-            if not region.splits_input_of(module):
+            if not region.splits_input_of(path, module):
                 raise ValueError(_undeclared(path, module, f"the layers that split {region.path}"))
             additions[path] = (SplitInput(),)
     for place in planned.sequence_places():
@@ -66,16 +66,23 @@ class _Region:
     Attributes:
         widths: every global width that its cut layers take or make.
         is_certain: whether all parameters in it are those layers', or known to see split input.
+        owners: the modules whose children those layers are.
     """
 
     path: str
     widths: frozenset[int]
     is_certain: bool
+    owners: frozenset[str]
 
-    def splits_input_of(self, module: nn.Module) -> bool:
-        """Whether `module` can only work on split heads: no whole tensor here has its width."""
+    def splits_input_of(self, path: str, module: nn.Module) -> bool:
+        """Whether `module` can only work on split heads: no whole tensor here has its width.
+
+        It must stand beside the cut layers: one of a list of norms may see one head of them all.
+        """
         size = vector_size(module)
-        return self.is_certain and size is not None and size > 1 and size not in self.widths
+        is_beside = path.rpartition(".")[0] in self.owners
+        is_narrow = size is not None and size > 1 and size not in self.widths
+        return self.is_certain and is_beside and is_narrow
 
 
 class _Planned:
@@ -114,7 +121,8 @@ class _Planned:
             yield self._region(place)
 
     def _region(self, place: str) -> _Region:
-        cut = [self.modules[path] for path in self._in(place, [*self.columns, *self.rows])]
+        cut_paths = self._in(place, [*self.columns, *self.rows])
+        cut = [self.modules[path] for path in cut_paths]
         widths = {
             size
             for module in cut
@@ -127,7 +135,12 @@ class _Planned:
         )
         uncovered = [module for _, module in self.uncovered(place)]
         certain = certain and all(vector_size(module) is not None for module in uncovered)
-        return _Region(path=place, widths=frozenset(widths), is_certain=certain)
+        return _Region(
+            path=place,
+            widths=frozenset(widths),
+            is_certain=certain,
+            owners=frozenset(path.rpartition(".")[0] for path in cut_paths),
+        )
 
     @property
     def _cut_paths(self) -> set[str]:

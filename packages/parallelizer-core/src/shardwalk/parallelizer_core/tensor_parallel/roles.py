@@ -186,8 +186,13 @@ def count_attributes(attention: Attention, counts: HeadCounts) -> tuple[str, ...
 
 
 def vector_size(module: nn.Module) -> int | None:
-    """The size that all parameters of `module` have, if it has only 1-D ones; else None."""
-    shapes = {tuple(parameter.shape) for parameter in module.parameters()}
+    """The size that all parameters of `module` have, if it has only 1-D ones of its own; else None.
+
+    What holds further modules may give each of them another part of its input (a norm per head).
+    """
+    if any(True for _ in named_children_with_parameters(module)):
+        return None
+    shapes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
     if len(shapes) != 1:
         return None
     shape = shapes.pop()

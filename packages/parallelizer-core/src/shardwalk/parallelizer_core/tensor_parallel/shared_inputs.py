@@ -23,7 +23,7 @@ def hands_input_to_all(module: nn.Module, children: Collection[str]) -> bool:
     """
     if "forward" in vars(module):
         return False
-    function = _forward_of(type(module).forward)
+    function = parsed_source(type(module).forward)
     if function is None or len(function.args.args) < 2:
         return False
     name = function.args.args[1].arg
@@ -44,7 +44,7 @@ def hands_input_to_parent_class(module: nn.Module) -> bool:
     """Whether `forward` hands its first argument to its parent class's and to nothing else."""
     if "forward" in vars(module):
         return False
-    function = _forward_of(type(module).forward)
+    function = parsed_source(type(module).forward)
     if function is None or len(function.args.args) < 2:
         return False
     name = function.args.args[1].arg
@@ -59,7 +59,8 @@ def hands_input_to_parent_class(module: nn.Module) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _forward_of(forward: Callable[..., Any]) -> ast.FunctionDef | None:
+def parsed_source(forward: Callable[..., Any]) -> ast.FunctionDef | None:
+    """The parsed source of a function; None where it is not at hand."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
         parsed = ast.parse(source).body[0]
