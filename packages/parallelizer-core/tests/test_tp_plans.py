@@ -94,10 +94,11 @@ def test_a_value_that_is_no_style_is_a_type_error_that_names_its_key(model, valu
         resolve(model, {3: COLUMN})
 
 
-def test_an_empty_plan_is_refused_and_an_empty_plan_of_a_sidecar_is_taken(model):
+def test_an_empty_plan_is_refused_whoever_gives_it(model):
     with pytest.raises(ValueError, match="tp_plan is empty.*all 2 .*use tp_size=1"):
         resolve(model, {})
-    assert resolve(model, sidecar=lambda model, sequence_parallel: {}) == {}
+    with pytest.raises(ValueError, match="sidecar's tensor-parallel plan is empty.*all 2 "):
+        resolve(model, sidecar=lambda model, sequence_parallel: {})
 
 
 def test_the_order_is_the_request_then_the_sidecar_then_the_structure(model):
@@ -132,11 +133,12 @@ def test_an_unknown_name_says_what_is_registered(model):
     register_tp_plan("known_plan", {"head": COLUMN})
     with pytest.raises(ValueError, match="'knwon_plan' is no registered plan .*'known_plan'"):
         resolve(model, "knwon_plan")
-    with pytest.raises(ModuleNotFoundError, match="no_such_package") as caught:
-        resolve(model, "no_such_package.PLAN")
-    assert "known_plan" in caught.value.__notes__[0]
-    with pytest.raises(AttributeError, match="no_such_plan"):
-        resolve(model, "tp_toys:no_such_plan")
+    for path in ("no_such_package.PLAN", "tp_toys.no_such_module.PLAN", "tp_toys:no_such_plan",
+                 "tp_toys:WIDTH.no_such_attribute"):  # fmt: skip
+        match = rf"tp_plan='{path}' is .*known_plan.*leads nowhere: .*no_such_.*register_tp_plan\("
+        with pytest.raises(ValueError, match=match) as caught:
+            resolve(model, path)
+        assert isinstance(caught.value.__cause__, ModuleNotFoundError | AttributeError)
     with pytest.raises(TypeError, match="tp_plan='tp_toys.WIDTH' is 12; a plan is a dict"):
         resolve(model, "tp_toys.WIDTH")
     with pytest.raises(TypeError, match="registered under a name"):
@@ -160,6 +162,11 @@ def test_an_error_in_a_plan_reaches_the_user_and_no_other_plan_is_taken(
     with pytest.raises(OSError, match="^disk\n") as caught:
         resolve(model, "broken_plan.PLAN")
     assert "broken_plan.PLAN" in caught.value.__notes__[0]
+    for error in ("import no_such_package", "None.no_such_plan"):
+        (tmp_path / f"broken_{len(error)}.py").write_text(error)
+        with pytest.raises((ModuleNotFoundError, AttributeError), match="no_such_") as caught:
+            resolve(model, f"broken_{len(error)}.no_such_plan")
+        assert "raised while" in caught.value.__notes__[0]
 
 
 def test_a_plan_function_must_return_a_dict(model):

@@ -223,18 +223,35 @@ class FloatDropout(toys.Gated):
         self.attention_dropout = 0.25
 
 
+class DropPath(toys.Gated):
+    def __init__(self):
+        super().__init__()
+        self.p = 0.5
+
+
+class OfTheClass(toys.Gated):
+    resid_drop = 0.25
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
         (lambda: changed(mlp=nn.Sequential(nn.Dropout(0.1))), "p=0.1 of layers.0.mlp.0"),
         (lambda: changed(mlp=FloatDropout()), "attention_dropout=0.25 of layers.0.mlp"),
         (lambda: changed(mlp=nn.MultiheadAttention(4, 2, dropout=0.5)), "dropout=0.5 of layers.0"),
+        (lambda: changed(mlp=DropPath()), "p=0.5 of layers.0.mlp"),
+        (lambda: changed(drop_prob=1.0), "drop_prob=1.0 of layers.0"),
+        (lambda: changed(hidden_dropout_prob=0.1), "hidden_dropout_prob=0.1 of layers.0"),
+        (lambda: changed(attn_drop=0.1), "attn_drop=0.1 of layers.0"),
+        (lambda: changed(encoder_layerdrop=0.1), "encoder_layerdrop=0.1 of layers.0"),
+        (lambda: changed(mlp=OfTheClass()), "resid_drop=0.25 of layers.0.mlp"),
     ],
 )
 def test_dropout_is_refused_by_name(make, named):
     with pytest.raises(ValueError, match=f"tp_size=2 with {named}.*set it to 0"):
         validate(decoder(make), {"head": ColumnParallel(gather_output=True)})
-    validate(decoder(lambda: changed(drop=nn.Dropout(0.0))), ATTENTION)
+    kept = {"drop": nn.Dropout(0.0), "drop_prob": 0.0, "num_drops": 3, "drop_last": True, "p": 0.5}
+    validate(decoder(lambda: changed(**kept)), ATTENTION)
 
 
 CONFLICTS = {
@@ -328,6 +345,14 @@ def test_a_module_between_the_cuts_whose_input_is_not_certain_must_be_declared(c
     for style in (SharedInput(), LocalCounts(names=())):
         with pytest.raises(ValueError, match="extra"):
             uncovered(model, ATTENTION | {"layers.*.attention.extra": style})
+
+
+def test_norms_of_single_heads_must_be_declared():
+    """One norm for each head: a rank would run the first ones on its own heads."""
+    norms = nn.Sequential(nn.ModuleList([nn.RMSNorm(4) for _ in range(4)]))
+    model = decoder(lambda: changed(attention=attention_with(q_norm=norms)))
+    with pytest.raises(ValueError, match=r"says nothing of layers.0.attention.q_norm.0.0 \(weight"):
+        uncovered(model, ATTENTION)
 
 
 def test_a_norm_is_not_certain_beside_a_module_that_makes_something_whole():

@@ -76,7 +76,7 @@ def resolve_plan(
             return structural_plan(model, tp_mesh_size, sequence_parallel)
         patterns = given
     plan = expand_patterns(model, patterns, source)
-    if not plan and requested is not None:
+    if not plan:
         raise ValueError(
             f"{source} is empty, so all {tp_mesh_size} tensor-parallel ranks would do the same "
             f"work; name modules in it, or use tp_size=1"
@@ -143,15 +143,40 @@ def _import_plan(path: str) -> Any:
             f"'package.module.PLAN'; call register_tp_plan({path!r}, plan), or give the plan itself"
         )
     try:
-        found: Any = importlib.import_module(module)
-        for name in attribute.split("."):
-            found = getattr(found, name)
+        return _imported(module, attribute)
+    except _NotThereError as error:
+        raise ValueError(
+            f"tp_plan={path!r} is no registered plan ({_known(path)}), and as an import path "
+            f"it leads nowhere: {error.__cause__}; correct it, or call "
+            f"register_tp_plan({path!r}, plan)"
+        ) from error.__cause__
     except Exception as error:
         error.add_note(
             f"raised while tp_plan={path!r} was imported, which is no registered plan "
             f"({_known(path)})"
         )
         raise
+
+
+class _NotThereError(Exception):
+    """A module or attribute of an import path does not exist; its cause says which."""
+
+
+def _imported(module: str, attribute: str) -> Any:
+    """What stands at an import path; an error raised inside a module that exists comes through."""
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise _NotThereError from error
+    for name in attribute.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError as error:
+            if error.name != name or error.obj is not found:
+                raise
+            raise _NotThereError from error
     return found
 
 

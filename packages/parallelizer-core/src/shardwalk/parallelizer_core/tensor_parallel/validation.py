@@ -29,11 +29,7 @@ from shardwalk.parallelizer_core.tensor_parallel.roles import (
 from shardwalk.parallelizer_core.tensor_parallel.styles import VocabularyParallel
 
 Plan = Mapping[str, tuple[ParallelStyle, ...]]
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
-             nn.FeatureAlphaDropout)  # fmt: skip
-_DROPOUT_ATTRIBUTES = ("dropout", "attention_dropout", "attn_dropout", "hidden_dropout",
-                       "activation_dropout", "resid_dropout", "attn_pdrop", "resid_pdrop",
-                       "dropout_p", "dropout_rate", "layerdrop")  # fmt: skip
+_DROPPING_CLASSES = ("Drop", "StochasticDepth")
 
 
 def validate_tp_model(model: nn.Module, tp_size: int) -> None:
@@ -253,17 +249,28 @@ def _config_name(model: nn.Module, path: str, size: int) -> str | None:
 
 def _refuse_dropout(model: nn.Module, tp_size: int) -> None:
     for path, module in model.named_modules():
-        if isinstance(module, _DROPOUTS):
-            found: dict[str, object] = {"p": module.p}
-        else:
-            found = {name: getattr(module, name, None) for name in _DROPOUT_ATTRIBUTES}
-        for name, value in found.items():
-            if isinstance(value, int | float) and value is not True and value > 0:
-                raise ValueError(
-                    f"tp_size={tp_size} with {name}={value} of {path or 'the model'}: dropout "
-                    f"under tensor parallelism is not in this version of "
-                    f"shardwalk-parallelizer-core; set it to 0, or use tp_size=1"
-                )
+        for name, value in _dropouts(module):
+            raise ValueError(
+                f"tp_size={tp_size} with {name}={value} of {path or 'the model'}: dropout "
+                f"under tensor parallelism is not in this version of "
+                f"shardwalk-parallelizer-core; set it to 0, or use tp_size=1"
+            )
+
+
+def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """The module's own probabilities of dropping something (features, paths, layers), if not 0.
+
+    They go by many names: any share under a name with "drop", and `p` of a class of that name.
+    """
+    owners = (*reversed(type(module).__mro__), module)
+    values = {name: value for owner in owners for name, value in vars(owner).items()}
+    for name, value in values.items():
+        if isinstance(value, float) and "drop" in name.lower() and 0 < value <= 1:
+            yield name, value
+    probability = getattr(module, "p", None)
+    is_dropping = any(word in type(module).__name__ for word in _DROPPING_CLASSES)
+    if is_dropping and isinstance(probability, int | float) and probability > 0:
+        yield "p", probability
 
 
 def _is_shard(layout: object) -> bool:
