@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardwalk.mesh import FSDP2Config, ParallelismSizes
 from shardwalk.parallelizer_core.testing import ParityCase, TokenBatches, assert_parity
@@ -13,6 +14,7 @@ from tests.matrix.plain_stack import PlainStack, plain_stack, uniform_weights
 from tests.matrix.tiny_transformers import MODELS, SIZES, normal_weights
 
 MESHES = {
+    "fsdp 2": (2, {"tp_size": 1}),
     "tp 2": (2, {"tp_size": 2}),
     "tp 4": (4, {"tp_size": 4}),
     "tp 2 x fsdp 2": (4, {"tp_size": 2}),
@@ -137,3 +139,59 @@ def test_modules_that_several_blocks_share(mesh: str, sequence_parallel: bool) -
         init=uniform_weights,
     )
     run(parity_case, mesh, sequence_parallel=sequence_parallel, optimizers=("adamw",))
+
+
+class ScaledStack(PlainStack):
+    """Logits with a scale, a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * self.scale
+
+
+def scaled_weights(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    if tensor.ndim:
+        uniform_weights(name, tensor, generator)
+    else:
+        tensor.fill_(0.7)
+
+
+def pinned_stack() -> nn.Module:
+    """Parameters that stay whole over data parallelism: cut, whole and summed over the tp axis."""
+    model = ScaledStack()
+    model._keep_in_fp32_modules_strict = [
+        "attention_norm.bias",
+        "ffn_norm.weight",
+        "wq.bias",
+        "wo.bias",
+        "up_proj.bias",
+        "k_norm.weight",
+    ]
+    return model
+
+
+@sequences
+@pytest.mark.parametrize(
+    ("mesh", "start"),
+    [
+        ("fsdp 2", None),
+        ("tp 2", None),
+        ("tp 2 x fsdp 2", None),
+        ("tp 2 x fsdp 2", "checkpoint"),
+        ("tp 2 x hsdp 2x2", "init"),
+    ],
+)
+def test_parameters_that_stay_whole_beside_their_unit(
+    mesh: str, start: str | None, sequence_parallel: bool
+) -> None:
+    """Pinned ones beside others, several in one block, and those without a dimension to shard."""
+    parity_case = ParityCase(
+        model=pinned_stack,
+        batches=TokenBatches(vocabulary=61, length=11, micro_batches=2),
+        init=scaled_weights,
+    )
+    options = {"meta_start": start} if start else {}
+    run(parity_case, mesh, sequence_parallel=sequence_parallel, clip=0.5, **options)

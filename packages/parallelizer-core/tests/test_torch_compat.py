@@ -6,6 +6,7 @@ import pytest
 import state_toys as toys
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -126,3 +127,14 @@ def test_the_dict_of_buffers_is_what_the_module_reads() -> None:
     assert other.sum() > 0
     assert compat.tensor_version(other) == 0
     assert compat.buffers_of(nn.BatchNorm1d(2, track_running_stats=False))["running_var"] is None
+
+
+def concatenated() -> tuple[tuple[str, ...] | None, tuple[int, ...]]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    joined = compat.concatenate_meshes([mesh["dp"], mesh["tp"]])
+    return joined.mesh_dim_names, tuple(joined.shape)
+
+
+def test_meshes_of_one_root_are_joined_in_the_order_given() -> None:
+    """Fails when torch has another way, which FSDP2 would take for its DTensors too."""
+    assert run_on_ranks(2, concatenated) == [(("dp", "tp"), (1, 2))] * 2

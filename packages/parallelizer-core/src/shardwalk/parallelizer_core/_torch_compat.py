@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
@@ -26,6 +27,7 @@ __all__ = [
     "argument_of",
     "as_own_tensor",
     "buffers_of",
+    "concatenate_meshes",
     "drop_unreduced_gradients",
     "foreach_norms",
     "foreach_scale_",
@@ -279,6 +281,11 @@ def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -
 def foreach_scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the tensors of one device in place by a scalar tensor of that device (2.13.0)."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several of one root, as FSDP2 makes it for a DTensor (2.13.0)."""
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

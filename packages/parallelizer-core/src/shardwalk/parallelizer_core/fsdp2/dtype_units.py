@@ -92,12 +92,12 @@ def fully_shard_by_dtype(module: nn.Module, door: Door, **kwargs: Any) -> nn.Mod
     assert rest is not None, "only a module with parameters is split"
     for part in _parts(module, rest, policy, ignored):
         door(part, **kwargs)
-    bare = {
+    bare = [  # in an order that is the same on every rank: one buffer reduces them
         p
         for p in unheld_parameters(module)
         if p not in ignored and (p.ndim == 0 or not _dtypes(p, policy).fits(rest))
-    }
-    kwargs["ignored_params"] = ignored | bare
+    ]
+    kwargs["ignored_params"] = ignored.union(bare)
     door(module, **kwargs)
     replicate_parameters(bare, unit=module, mesh=kwargs["mesh"])
     return module

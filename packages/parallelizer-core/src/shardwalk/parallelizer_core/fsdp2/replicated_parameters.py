@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -12,10 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwalk.parallelizer_core._torch_compat import after_backward, sync_flags_of
+from shardwalk.parallelizer_core._torch_compat import (
+    after_backward,
+    concatenate_meshes,
+    sync_flags_of,
+)
 from shardwalk.parallelizer_core.parallel_state import current_device, fsdp_units
 
 Place = tuple[nn.Module, str]
@@ -24,14 +28,57 @@ _held: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
-class _Held:
-    """The whole parameters of one unit: where each stands, the same one in a group."""
+class _Layout:
+    """How a DTensor lies over its ranks."""
 
-    places: list[list[Place]]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, local: Tensor) -> DTensor:
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+    def beside(self, other: _Layout) -> _Layout:
+        mesh = concatenate_meshes([self.mesh, other.mesh])
+        return replace(self, mesh=mesh, placements=(*self.placements, *other.placements))
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """One parameter: where it stands, and how it lay over other axes before."""
+
+    places: list[Place]
+    before: _Layout | None
+
+    def get(self) -> DTensor:
+        module, name = self.places[0]
+        whole = module.get_parameter(name)
+        assert isinstance(whole, DTensor)
+        return whole
+
+    def shown(self) -> Tensor:
+        """What a forward computes with: as it was before it became whole over the mesh."""
+        local = self.get().to_local()
+        return local if self.before is None else self.before.of(local)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The whole parameters of one unit."""
+
+    parameters: list[_Whole]
     mesh: DeviceMesh
 
     def flat_places(self) -> Iterator[Place]:
-        return (place for group in self.places for place in group)
+        return (place for parameter in self.parameters for place in parameter.places)
 
 
 def replicate_parameters(
@@ -41,13 +88,12 @@ def replicate_parameters(
 
     They become replicated DTensors, so that an optimizer may fuse its step over all parameters of
     the model; from the forward of `unit` until the end of its backward their modules show plain
-    tensors. `average_replicated_gradients` sees to their gradients.
+    tensors. One that is a DTensor over other axes (tensor-parallel ones) is one over both, and is
+    shown as it was. `average_replicated_gradients` sees to their gradients over `mesh`.
     """
-    held = _Held([_places(unit, parameter) for parameter in parameters], mesh)
-    if not held.places:
+    held = _Held([_replicate(_places(unit, each), mesh) for each in parameters], mesh)
+    if not held.parameters:
         return
-    for group in held.places:
-        _replicate(group, mesh)
     _held[unit] = held
     unit.register_forward_pre_hook(_show_local_tensors(held))
     unit.register_forward_hook(_hide_without_backward(held), always_call=True)
@@ -70,10 +116,10 @@ def _finish_backward(units: dict[FSDPModule, _Held]) -> None:
         # Averaging what was averaged before changes nothing, so the sum of the micro-batches may
         # be reduced whole.
         if all(all(flags) for flags in sync_flags_of(unit)) and held.mesh.size() > 1:
-            _average([module.get_parameter(name) for (module, name), *_ in held.places], held.mesh)
+            _average([whole.get() for whole in held.parameters], held.mesh)
 
 
-def _average(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
+def _average(parameters: Sequence[Tensor], mesh: DeviceMesh) -> None:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return
@@ -92,7 +138,7 @@ def _average(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
             _set_gradient(parameter, mean)
 
 
-def _set_gradient(parameter: nn.Parameter, mean: Tensor) -> None:
+def _set_gradient(parameter: Tensor, mean: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     real = _real(parameter.grad)
@@ -115,15 +161,22 @@ def _places(unit: nn.Module, parameter: nn.Parameter) -> list[Place]:
     ]
 
 
-def _replicate(places: list[Place], mesh: DeviceMesh) -> None:
+def _replicate(places: list[Place], mesh: DeviceMesh) -> _Whole:
     module, name = places[0]
     old = getattr(module, name)
-    local = old.detach() if old.is_meta else old.detach().to(current_device(mesh.device_type))
-    whole = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    new = nn.Parameter(whole, requires_grad=old.requires_grad)
+    local, before = old.detach(), None
+    layout = _Layout(mesh, (Replicate(),) * mesh.ndim, old.shape, old.stride())
+    if isinstance(local, DTensor):
+        before = _Layout(local.device_mesh, local.placements, old.shape, old.stride())
+        layout = layout.beside(before)
+        local = local.to_local()
+    if not old.is_meta:
+        local = local.to(current_device(mesh.device_type))
+    new = nn.Parameter(layout.of(local), requires_grad=old.requires_grad)
     vars(new).update(vars(old))
     for module, name in places:
         setattr(module, name, new)
+    return _Whole(places, before)
 
 
 def _show_local_tensors(held: _Held) -> Callable[..., None]:
@@ -131,10 +184,10 @@ def _show_local_tensors(held: _Held) -> Callable[..., None]:
 
     def show(*unused: Any) -> None:
         _hide(held)
-        for module, name in held.flat_places():
-            whole = module.get_parameter(name)
-            assert isinstance(whole, DTensor)
-            vars(module)[name] = whole.to_local()
+        for whole in held.parameters:
+            tensor = whole.shown()
+            for module, name in whole.places:
+                vars(module)[name] = tensor
 
     return show
 

@@ -52,7 +52,7 @@ def shown(module: nn.Module, **values: object) -> Iterator[None]:
 def local_values(module: nn.Module, gradients: Mapping[str, Placement]) -> dict[str, Tensor]:
     """This rank's values of parameters, and how each one's gradient lies over the axis."""
     return {
-        name: _local(module.get_parameter(name), placement)
+        name: _local(getattr(module, name), placement)
         for name, placement in gradients.items()
         if getattr(module, name, None) is not None
     }
