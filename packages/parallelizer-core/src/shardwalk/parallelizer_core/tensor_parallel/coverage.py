@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core.layers import find_block_stacks
 from shardwalk.parallelizer_core.tensor_parallel.cuts import (
-    PARAMETERLESS_STYLES,
+    covers,
     leaves_split_features,
     predicted_cuts,
     splits_sequence,
@@ -98,7 +98,7 @@ class _Planned:
             for path, styles in plan.items()
             if predicted_cuts(styles, self.modules[path]) is None
         ]
-        self.covering = [path for path, styles in plan.items() if _covers(styles)]
+        self.covering = [path for path, styles in plan.items() if covers(styles)]
 
     def _linears(self, has_role: object) -> list[str]:
         assert callable(has_role)
@@ -171,8 +171,3 @@ class _Planned:
     @staticmethod
     def _in(place: str, paths: list[str]) -> list[str]:
         return [p for p in paths if not place or p == place or p.startswith(f"{place}.")]
-
-
-def _covers(styles: tuple[ParallelStyle, ...]) -> bool:
-    """Whether these styles say what becomes of the parameters in their module."""
-    return any(not isinstance(style, PARAMETERLESS_STYLES) for style in styles)

@@ -75,6 +75,11 @@ def predicted_cuts(
     return together
 
 
+def covers(styles: Iterable[ParallelStyle]) -> bool:
+    """Whether these styles say what becomes of the parameters in their module."""
+    return any(not isinstance(style, PARAMETERLESS_STYLES) for style in styles)
+
+
 def leaves_split_features(style: ParallelStyle, module: nn.Module) -> bool:
     """Whether what follows a linear layer with this style works on a part of its features."""
     if not isinstance(module, nn.Linear):
@@ -91,6 +96,13 @@ def takes_split_features(style: ParallelStyle, module: nn.Module) -> bool:
     if isinstance(style, RowParallel):
         return True
     return isinstance(style, RowwiseParallel) and _is_last(style.input_layouts[0], 3)
+
+
+def moves_split_features(style: ParallelStyle) -> bool:
+    """Whether one of torch's styles hands features on in parts, or takes them so, by itself."""
+    if not isinstance(style, (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)):
+        return False
+    return any(_is_last(layout, 3) for layout in _layouts(vars(style)))
 
 
 def splits_sequence(style: ParallelStyle) -> bool:

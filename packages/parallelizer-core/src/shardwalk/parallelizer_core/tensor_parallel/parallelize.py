@@ -12,10 +12,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shardwalk.parallelizer_core.tensor_parallel.apply import apply_plan
 from shardwalk.parallelizer_core.tensor_parallel.coverage import check_uncovered
 from shardwalk.parallelizer_core.tensor_parallel.equal_inputs import check_first_inputs
+from shardwalk.parallelizer_core.tensor_parallel.open_cuts import refuse_open_cuts
 from shardwalk.parallelizer_core.tensor_parallel.plans import (
     SidecarPlan,
     check_plan_with_sidecar,
     resolve_plan,
+)
+from shardwalk.parallelizer_core.tensor_parallel.repeated_blocks import (
+    refuse_unpaired_boundaries,
 )
 from shardwalk.parallelizer_core.tensor_parallel.sequence_lengths import refuse_uneven_sequences
 from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_sizes
@@ -51,6 +55,8 @@ def plan_tensors(
     if tp_size == 1:
         return {}
     validate_tp_sizes(model, tp_size, plan)
+    refuse_open_cuts(model, plan)
+    refuse_unpaired_boundaries(model, plan)
     return plan | check_uncovered(model, plan)
 
 
