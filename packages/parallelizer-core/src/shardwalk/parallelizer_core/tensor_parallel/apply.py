@@ -32,6 +32,9 @@ def apply_plan(
     for path, styles in plan.items():
         for style in styles:
             module = parallelize_module(model.get_submodule(path), mesh, style, src_data_rank=None)
+            forward = vars(module).get("forward")
+            if forward is not None and hasattr(forward, "place"):
+                forward.place = path  # for errors to name
             own_output(module)
     for places in ties:
         _tie_again(places)

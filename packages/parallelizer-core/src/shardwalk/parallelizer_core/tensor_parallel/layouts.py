@@ -19,6 +19,27 @@ from shardwalk.parallelizer_core._torch_compat import as_own_tensor
 SEQUENCE_DIM = 1
 
 
+def check_whole_sequence(x: Tensor, place: str) -> None:
+    """Raise ValueError unless `x` is a whole [rows, length, width], to be split over its length."""
+    if isinstance(x, DTensor) or x.ndim != 3:
+        raise _misplaced(x, place)
+
+
+def check_split_sequence(x: DTensor, place: str) -> None:
+    """Raise ValueError unless `x` is a [rows, length, width] that is split over its length."""
+    if x.ndim != 3 or tuple(x.placements) != (Shard(SEQUENCE_DIM),):
+        raise _misplaced(x, place)
+
+
+def _misplaced(x: Tensor, place: str) -> ValueError:
+    layout = f"placed as {tuple(x.placements)}" if isinstance(x, DTensor) else "that is whole"
+    return ValueError(
+        f"sequence_parallel=True splits hidden states of [rows, length, width] over their length, "
+        f"and {place or 'a layer'} gets a tensor of {tuple(x.shape)} {layout}: the code around it "
+        f"flattens the hidden states or works over their length; use sequence_parallel=False"
+    )
+
+
 def copy_to_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The same tensor, whose gradient is the sum of those that the parts of a layer leave."""
     return _from_local(x, mesh, Replicate()).to_local(grad_placements=[Partial()])

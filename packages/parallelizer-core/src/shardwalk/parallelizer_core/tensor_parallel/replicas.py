@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardwalk.parallelizer_core.tensor_parallel.layouts import on_local
+from shardwalk.parallelizer_core.tensor_parallel.layouts import check_split_sequence, on_local
 from shardwalk.parallelizer_core.tensor_parallel.local_parameters import (
     Forward,
     distribute_parameter,
@@ -45,8 +45,11 @@ class SplitInput(ParallelStyle):
 class _SplitInputForward:
     module: nn.Module
     inner: Forward
+    place: str = ""
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(input, DTensor):
+            check_split_sequence(input, self.place)
         with ExitStack() as stack:
             for owner in self.module.modules():
                 gradients: dict[str, Placement] = {

@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core._torch_compat import is_persistent_buffer
 from shardwalk.parallelizer_core.tensor_parallel.layouts import (
+    check_split_sequence,
+    check_whole_sequence,
     copy_to_parts,
     gather_features,
     gather_sequence,
@@ -64,10 +66,11 @@ class _ColumnForward:
     linear: nn.Linear
     inner: Forward
     mesh: DeviceMesh
+    place: str = ""
 
     def __call__(self, input: Tensor) -> Tensor:
         if not self.style.shared_input or isinstance(input, DTensor):
-            input = enter_parts(input, self.mesh)
+            input = enter_parts(input, self.mesh, self.place)
         cuts = {"weight": Shard(0), "bias": Shard(0)}
         with shown(self.linear, **local_values(self.linear, cuts)):
             output: Tensor = self.inner(input)
@@ -100,8 +103,11 @@ class _RowForward:
     linear: nn.Linear
     inner: Forward
     mesh: DeviceMesh
+    place: str = ""
 
     def __call__(self, input: Tensor) -> Tensor:
+        if self.style.sequence_parallel:
+            check_whole_sequence(input, self.place)
         bias_gradient = Partial() if self.style.sequence_parallel else Replicate()
         bias = local_values(self.linear, {"bias": bias_gradient}).get("bias")
         weight = local_values(self.linear, {"weight": Shard(1)})
@@ -177,9 +183,12 @@ class _SharedInputForward:
     first: str | None
     inner: Forward
     mesh: DeviceMesh
+    place: str = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _with_first(self.first, lambda x: enter_parts(x, self.mesh), args, kwargs)
+        args, kwargs = _with_first(
+            self.first, lambda x: enter_parts(x, self.mesh, self.place), args, kwargs
+        )
         return self.inner(*args, **kwargs)
 
 
@@ -207,14 +216,17 @@ class _BoundaryForward:
     first: str | None
     inner: Forward
     mesh: DeviceMesh
+    place: str = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.style.enter:
-            args, kwargs = _with_first(
-                self.first, lambda x: split_sequence(x, self.mesh), args, kwargs
-            )
+            args, kwargs = _with_first(self.first, self._split, args, kwargs)
         output = self.inner(*args, **kwargs)
         return map_sequence_tensors(gather_sequence, output) if self.style.leave else output
+
+    def _split(self, x: Tensor) -> Tensor:
+        check_whole_sequence(x, self.place)
+        return split_sequence(x, self.mesh)
 
 
 @dataclass(kw_only=True)
@@ -247,9 +259,16 @@ def set_forward(module: nn.Module, forward: Forward) -> None:
     module.forward = forward
 
 
-def enter_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The input of column-parallel layers: whole, with a gradient that is summed over the ranks."""
-    return gather_sequence_to_parts(x) if isinstance(x, DTensor) else copy_to_parts(x, mesh)
+def enter_parts(x: Tensor, mesh: DeviceMesh, place: str = "") -> Tensor:
+    """The input of column-parallel layers: whole, with a gradient that is summed over the ranks.
+
+    Raises:
+        ValueError: it is split otherwise than over the sequence; names `place`, the module's path.
+    """
+    if not isinstance(x, DTensor):
+        return copy_to_parts(x, mesh)
+    check_split_sequence(x, place)
+    return gather_sequence_to_parts(x)
 
 
 def _first_argument(module: nn.Module) -> str | None:
