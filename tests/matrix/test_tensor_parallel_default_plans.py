@@ -150,6 +150,22 @@ def test_heads_of_a_nested_text_config_are_checked() -> None:
         validate_tp_sizes(model, 4, explicit)
 
 
+def test_a_trainable_tower_beside_a_language_model_keeps_whole_sequences() -> None:
+    """What reads the layers of a tower one by one must not find parts of a sequence."""
+    with torch.device("meta"):
+        model = build("Llava")
+    plan = plan_of(model, sequence_parallel=True)
+    tower = {path: styles for path, styles in plan.items() if "vision_tower" in path}
+    language = {path: styles for path, styles in plan.items() if "language_model" in path}
+    for styles, is_split in ((tower, False), (language, True)):
+        rows = [s for given in styles.values() for s in given if isinstance(s, RowParallel)]
+        assert {row.sequence_parallel for row in rows} == {is_split}
+    ends = [path for path, given in plan.items() for s in given if isinstance(s, SequenceBoundary)]
+    assert ends == ["model.language_model.layers.0", "model.language_model.layers.2"]
+    alone = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION))
+    assert any(isinstance(s, SequenceBoundary) for g in plan_of(alone, True).values() for s in g)
+
+
 def inputs_of(name: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     ids = torch.randint(3, 59, (2, 7))
@@ -195,6 +211,7 @@ def step_on_two_ranks(name: str, sequence_parallel: bool) -> None:
         ("Bart", False),
         ("Bart", True),
         ("Llava", False),
+        ("Llava", True),
     ],
 )
 def test_models_that_fit_get_the_numbers_of_one_process(name: str, sequence_parallel: bool) -> None:

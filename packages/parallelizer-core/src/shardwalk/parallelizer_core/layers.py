@@ -47,6 +47,11 @@ def frozen_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def is_in_tower(path: str) -> bool:
+    """Whether `path` leads into a vision or audio tower, by the names on it."""
+    return any(_names_a_tower(name) for name in path.split("."))
+
+
 def has_forward(module: nn.Module) -> bool:
     """Whether the module can be called: lists and dicts of modules cannot."""
     return type(module).forward is not nn.Module.forward

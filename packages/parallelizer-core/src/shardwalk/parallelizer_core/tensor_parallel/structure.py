@@ -11,7 +11,12 @@ from collections import defaultdict
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardwalk.parallelizer_core.layers import BlockStack, find_block_stacks, frozen_towers
+from shardwalk.parallelizer_core.layers import (
+    BlockStack,
+    find_block_stacks,
+    frozen_towers,
+    is_in_tower,
+)
 from shardwalk.parallelizer_core.tensor_parallel.block_styles import Styles, block_styles
 from shardwalk.parallelizer_core.tensor_parallel.replicas import WholeInput
 from shardwalk.parallelizer_core.tensor_parallel.roles import MisfitError
@@ -27,7 +32,8 @@ def structural_plan(
 
     Queries, keys and values are cut by heads, a feed-forward layer by its inner features, an
     embedding and a head that match by their rows. All else outside the blocks stays whole, and so
-    do frozen vision and audio towers.
+    do frozen vision and audio towers. Trainable ones beside a language model are split likewise,
+    but not over the sequence.
 
     Raises:
         ValueError: a module in a block is none of these, named with the reason and the way out.
@@ -50,8 +56,11 @@ def _plan(model: nn.Module, sequence_parallel: bool) -> dict[str, tuple[Parallel
         raise MisfitError("", "it holds no stack of blocks to split")
     first_paths = {module: path for path, module in model.named_modules()}
     styles: dict[str, list[ParallelStyle]] = defaultdict(list)
+    # The layers of a tower may be read one by one, and outside of its stack they must be whole.
+    are_all_towers = all(is_in_tower(stack.name) for stack in stacks)
     for stack in stacks:
-        for path, style in _stack_styles(stack, sequence_parallel):
+        splits = sequence_parallel and (are_all_towers or not is_in_tower(stack.name))
+        for path, style in _stack_styles(stack, splits):
             # A module that stands in several blocks is planned where it stands first.
             if first_paths[model.get_submodule(path)] == path:
                 styles[path].append(style)
