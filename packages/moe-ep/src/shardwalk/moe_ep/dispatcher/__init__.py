@@ -1,0 +1,1 @@
+"""Dispatchers: how tokens reach the ranks of their experts and come back."""
