@@ -49,5 +49,5 @@ class KeepsFloat32(nn.Module):
                 return out
             return tensor.to(out.device, torch.promote_types(tensor.dtype, torch.float32))
 
-        super()._apply(widened, recurse)
+        super()._apply(widened, recurse)  # type: ignore[no-untyped-call]
         return self

@@ -108,9 +108,9 @@ class Gate(KeepsFloat32):
         return None if self.balance_loss is None else self.balance_loss.last
 
     @property
-    def groups(self) -> GateGroups:
-        """The ranks that it shares tokens with; none before `finalize_parallelization`."""
-        return _groups.get(self, GateGroups())
+    def groups(self) -> GateGroups | None:
+        """The ranks that it shares tokens with; None before `finalize_parallelization`."""
+        return _groups.get(self)
 
     def reset_load(self) -> None:
         """Begin to count anew."""
@@ -234,7 +234,7 @@ class Gate(KeepsFloat32):
             probabilities = logits.softmax(-1)
         if mask is not None:
             probabilities = probabilities.masked_fill(~mask[:, None], 0)
-        return self.balance_loss.attach(weights, probabilities, tokens, self.groups)
+        return self.balance_loss.attach(weights, probabilities, tokens, self.groups or GateGroups())
 
 
 def top_k_experts(scores: Tensor, bias: Tensor | None, config: MoEConfig) -> Tensor:
