@@ -3,64 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from moe_dispatch_toys import HIDDEN, by_formula, inputs, run, scales, through
 
-from shardwalk.moe_ep.dispatcher.local import LocalDispatcher
+from shardwalk.moe_ep.dispatcher import LocalDispatcher
 
-EXPERTS, HIDDEN = 6, 24
-
-
-def scales(dtype: torch.dtype = torch.float32) -> Tensor:
-    """A weight of each expert, by which a toy expert multiplies elementwise."""
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(EXPERTS, HIDDEN, generator=generator).to(dtype).requires_grad_()
-
-
-def toy_experts(rows: Tensor, counts: Sequence[int], scale: Tensor) -> Tensor:
-    """Each expert: sin of the row times its scale."""
-    pieces = rows.split(list(counts))
-    return torch.cat([(piece * each).sin() for piece, each in zip(pieces, scale, strict=True)])
-
-
-def by_formula(x: Tensor, experts: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
-    """The sum over slots, one after the other, in the dtype of x."""
-    result = x * 0
-    for slot in range(experts.shape[1]):
-        chosen = experts[:, slot]
-        output = (x * scale[chosen.clamp(min=0)]).sin() * weights[:, slot, None].to(x.dtype)
-        result = result + output.where((chosen >= 0)[:, None], 0.0)
-    return result
-
-
-def inputs(
-    tokens: int, top_k: int, *, dropped: float = 0.0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
-    x = torch.randn(tokens, HIDDEN).to(dtype).requires_grad_()
-    experts = torch.rand(tokens, EXPERTS).argsort(1)[:, :top_k]
-    experts = experts.masked_fill(torch.rand(tokens, top_k) < dropped, -1)
-    weights = torch.rand(tokens, top_k).requires_grad_()
-    return x, experts, weights
-
-
-def through(dispatcher: Any, x: Tensor, experts: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
-    rows, metadata = dispatcher.dispatch(x, experts, weights)
-    assert rows.shape[0] == sum(metadata.counts)
-    output: Tensor = dispatcher.combine(toy_experts(rows, metadata.counts, scale), metadata)
-    return output
-
-
-def run(forward: Callable[..., Tensor], *leaves: Any) -> list[Tensor]:
-    """The output, and the gradients of all leaves that need one under a loss that is not linear."""
-    output = forward(*leaves)
-    (output.float() * (output.detach().float() + 1)).sum().backward()
-    return [output.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)]
+EXPERTS = 6
 
 
 @pytest.mark.parametrize(
@@ -71,8 +23,8 @@ def test_sums_and_gradients_are_those_of_the_formula(
     tokens: int, top_k: int, dropped: float
 ) -> None:
     torch.manual_seed(0)
-    x, experts, weights = inputs(tokens, top_k, dropped=dropped)
-    scale = scales()
+    x, experts, weights = inputs(tokens, top_k, EXPERTS, dropped=dropped)
+    scale = scales(EXPERTS)
     ours = run(
         lambda *leaves: through(LocalDispatcher(EXPERTS), leaves[0], experts, leaves[1], leaves[2]),
         x,
@@ -80,7 +32,7 @@ def test_sums_and_gradients_are_those_of_the_formula(
         scale,
     )
     x, weights = (each.detach().requires_grad_() for each in (x, weights))
-    scale = scales()
+    scale = scales(EXPERTS)
     expected = run(
         lambda *leaves: by_formula(leaves[0], experts, leaves[1], leaves[2]), x, weights, scale
     )
@@ -89,7 +41,7 @@ def test_sums_and_gradients_are_those_of_the_formula(
 
 
 def test_rows_are_sorted_by_expert_and_counted_on_the_host() -> None:
-    x, experts, weights = inputs(20, 3, dropped=0.2)
+    x, experts, weights = inputs(20, 3, EXPERTS, dropped=0.2)
     rows, metadata = LocalDispatcher(EXPERTS).dispatch(x, experts, weights)
     assert metadata.counts == [int((experts == expert).sum()) for expert in range(EXPERTS)]
     for expert, piece in enumerate(rows.split(metadata.counts)):
@@ -100,7 +52,7 @@ def test_rows_are_sorted_by_expert_and_counted_on_the_host() -> None:
 def test_narrow_rows_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
     """Output and gradients are the exact ones of the same narrow values, rounded once."""
     torch.manual_seed(0)
-    x, experts, weights = inputs(50, 6, dtype=dtype)
+    x, experts, weights = inputs(50, 6, EXPERTS, dtype=dtype)
     outputs = torch.randn(300, HIDDEN).to(dtype).requires_grad_()
     rows, metadata = LocalDispatcher(EXPERTS).dispatch(x, experts, weights)
     result = LocalDispatcher(EXPERTS).combine(outputs, metadata)
@@ -147,11 +99,11 @@ def test_a_sum_of_many_small_bf16_rows_keeps_them() -> None:
 def test_only_what_needs_a_gradient_gets_one(
     x_needs: bool, weights_need: bool, scale_needs: bool
 ) -> None:
-    x, experts, weights = inputs(9, 2)
+    x, experts, weights = inputs(9, 2, EXPERTS)
     leaves = [
         each.detach().requires_grad_(needs)
         for each, needs in zip(
-            (x, weights, scales()), (x_needs, weights_need, scale_needs), strict=True
+            (x, weights, scales(EXPERTS)), (x_needs, weights_need, scale_needs), strict=True
         )
     ]
     output = through(LocalDispatcher(EXPERTS), leaves[0], experts, leaves[1], leaves[2])
@@ -163,10 +115,10 @@ def test_only_what_needs_a_gradient_gets_one(
 
 def test_the_derivatives_are_those_of_differences() -> None:
     torch.manual_seed(0)
-    _, experts, _ = inputs(5, 2, dropped=0.2)
+    _, experts, _ = inputs(5, 2, EXPERTS, dropped=0.2)
     x = torch.randn(5, HIDDEN, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
-    scale = scales(torch.float64).detach().requires_grad_()
+    scale = scales(EXPERTS, dtype=torch.float64).detach().requires_grad_()
     assert torch.autograd.gradcheck(
         lambda x, weights, scale: through(LocalDispatcher(EXPERTS), x, experts, weights, scale),
         (x, weights, scale),
@@ -177,21 +129,23 @@ def test_the_derivatives_are_those_of_differences() -> None:
 @given(st.integers(0, 12), st.integers(1, EXPERTS), st.floats(0, 1), st.integers(0, 10**6))
 def test_any_routing(tokens: int, top_k: int, dropped: float, seed: int) -> None:
     torch.manual_seed(seed)
-    x, experts, weights = inputs(tokens, top_k, dropped=dropped)
-    scale = scales().detach()
+    x, experts, weights = inputs(tokens, top_k, EXPERTS, dropped=dropped)
+    scale = scales(EXPERTS).detach()
     ours = through(LocalDispatcher(EXPERTS), x, experts, weights, scale)
     torch.testing.assert_close(ours, by_formula(x, experts, weights, scale), rtol=1e-6, atol=1e-6)
 
 
 def test_wrong_shapes_and_types_are_refused() -> None:
     dispatcher = LocalDispatcher(EXPERTS)
-    x, experts, weights = inputs(4, 2)
+    x, experts, weights = inputs(4, 2, EXPERTS)
     with pytest.raises(
         ValueError, match=r"x \[T, H\], experts \[T, k\].*not x \[3, 24\], experts \[4, 2\]"
     ):
         dispatcher.dispatch(x[:3], experts, weights)
     with pytest.raises(ValueError, match=r"one shape \[T, k\].*weights \[4, 1\]"):
         dispatcher.dispatch(x, experts, weights[:, :1])
+    with pytest.raises(ValueError, match=r"numbers of 6 and more.*in 8 slots.*-1 drops a slot"):
+        dispatcher.dispatch(x, experts + EXPERTS, weights)
     with pytest.raises(TypeError, match="not torch.float32 and torch.float32"):
         dispatcher.dispatch(x, experts.float(), weights)
     rows, metadata = dispatcher.dispatch(x, experts, weights)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["KeepsFloat32", "in_backward", "products_by_bag"]
+__all__ = ["KeepsFloat32", "in_backward", "is_fake", "products_by_bag"]
 
 _SUM = 0  # the mode of embedding_bag
 
@@ -51,3 +52,8 @@ class KeepsFloat32(nn.Module):
 
         super()._apply(widened, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, only a shape (torch 2.11 to 2.13 have no public class)."""
+    return isinstance(tensor, FakeTensor)

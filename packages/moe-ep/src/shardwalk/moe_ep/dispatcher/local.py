@@ -69,7 +69,11 @@ class LocalDispatcher:
         self.num_experts = num_experts
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, LocalMetadata]:
-        """Copy every token to its experts; see `TokenDispatcher.dispatch`."""
+        """Copy every token to its experts; see `TokenDispatcher.dispatch`.
+
+        Raises:
+            ValueError: for an expert that there is not.
+        """
         check_tokens(x, experts, weights)
         layout = forward_layout(experts, lambda: local_layout(experts, self.num_experts))
         metadata = LocalMetadata(
@@ -87,12 +91,22 @@ class LocalDispatcher:
 
 
 def local_layout(experts: Tensor, num_experts: int) -> LocalLayout:
-    """Sort the slots by expert; one copy to the host."""
+    """Sort the slots by expert; one copy to the host.
+
+    Raises:
+        ValueError: for an expert that there is not.
+    """
     slots = experts.long().flatten()
     kept = slots >= 0
-    by_expert = slots.where(kept, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=slots.device)
-    *counts_of_experts, dropped = counts.scatter_add_(0, by_expert, torch.ones_like(slots)).tolist()
+    by_expert = slots.where(slots < num_experts, num_experts + 1).where(kept, num_experts)
+    counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=slots.device)
+    counts.scatter_add_(0, by_expert, torch.ones_like(slots))
+    *counts_of_experts, dropped, invalid = counts.tolist()
+    if invalid:
+        raise ValueError(
+            f"experts hold numbers of {num_experts} and more, which num_experts={num_experts} does "
+            f"not have (in {invalid} slots); -1 drops a slot"
+        )
     order, total = by_expert.argsort(stable=True), slots.shape[0] - dropped
     members = inverse(order)
     if dropped:
