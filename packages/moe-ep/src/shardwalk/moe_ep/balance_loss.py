@@ -183,7 +183,7 @@ class _AddsLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
         ctx.set_materialize_grads(True)
-        return value.view_as(value)
+        return value.clone()  # FSDP2 warns of units that return views
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
