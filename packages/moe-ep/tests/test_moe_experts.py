@@ -229,7 +229,8 @@ def test_it_works_with_the_weights_it_is_shown() -> None:
 
 def gate_and_up() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(4 * torch.randn(5, 6, generator=generator) for _ in range(2))
+    gate, up = (4 * torch.randn(5, 6, generator=generator) for _ in range(2))
+    return gate, up
 
 
 FORMULAS = {

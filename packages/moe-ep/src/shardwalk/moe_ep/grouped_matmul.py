@@ -62,7 +62,7 @@ def grouped_linear(
     used = rows[: groups.total] if extra else rows
     if _fits(used, weight):
         result = F.grouped_mm(used, weight.transpose(1, 2), offs=groups.ends)
-        result = _ContiguousGradient.apply(result)
+        result = _ContiguousGradient.apply(result)  # type: ignore[no-untyped-call]
     else:
         parts = zip(used.split(groups.counts), weight.unbind(0), strict=True)
         result = torch.cat([part @ matrix.t() for part, matrix in parts])
