@@ -225,3 +225,58 @@ def split_over_ranks(split):
 @pytest.mark.parametrize("split", ["length", "tokens"])
 def test_the_parts_of_split_sequences_add_up(split):
     run_on_ranks(2, split_over_ranks, split)
+
+
+SEQUENCES, TOKENS = 4, 6
+
+
+def share_of_a_mesh(sizes, split_over_tp, scope):
+    """This rank's gradient, added over tp and averaged over dp x cp as training does, and groups."""
+    mesh_context = context(**sizes)
+    mesh, module = mesh_context.device_mesh, gate(balance_loss_scope=scope)
+    module.tokens_split_over_tp = split_over_tp
+    module.finalize_parallelization(mesh_context)
+    rows = torch.randn(2, SEQUENCES, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+    data, cp = mesh_context.data_world_size, mesh_context.cp_size
+    batches = [
+        batch.tensor_split(data)[mesh_context.data_rank].tensor_split(cp, dim=1)[
+            mesh_context.axis_rank("cp")
+        ]
+        for batch in rows
+    ]
+    normalize_balance_loss(module, mesh_context, [len(batch) for batch in batches])
+    for batch in batches:
+        length = batch.shape[1]
+        tokens, ids = batch.reshape(-1, WIDTH), torch.arange(len(batch)).repeat_interleave(length)
+        if split_over_tp:  # one token more on the first rank, wherever its sequence ends
+            at, rank = len(tokens) // 2 + 1, mesh_context.axis_rank("tp")
+            tokens, ids = tokens.tensor_split([at])[rank], ids.tensor_split([at])[rank]
+        routing = module(tokens, sequences=len(batch), sequence_ids=ids)
+        (routing.weights.sum() * 0).backward()
+    gradient = module.weight.grad
+    if split_over_tp:
+        dist.all_reduce(gradient, group=mesh["tp"].get_group())
+    dist.all_reduce(gradient)  # over tp too: equal there
+    return gradient / dist.get_world_size()
+
+
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
+@pytest.mark.parametrize(
+    ("sizes", "split_over_tp"),
+    [
+        ({"cp_size": 2}, False),
+        ({"tp_size": 2}, False),
+        ({"tp_size": 2}, True),
+        ({"tp_size": 2, "cp_size": 2}, True),
+    ],
+)
+def test_b06_sequences_split_over_cp_and_tp_weigh_what_they_do_in_one_process(
+    sizes, split_over_tp, scope
+):
+    module = gate(balance_loss_scope=scope)
+    rows = torch.randn(2, SEQUENCES, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+    normalize_balance_loss(module, MeshContext(), [SEQUENCES, SEQUENCES])
+    for batch in rows:
+        (module(batch).weights.sum() * 0).backward()
+    for gradient in run_on_ranks(4, share_of_a_mesh, sizes, split_over_tp, scope):
+        torch.testing.assert_close(gradient, module.weight.grad, rtol=1e-4, atol=1e-7)
