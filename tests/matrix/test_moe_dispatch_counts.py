@@ -122,6 +122,19 @@ def test_exchanges_and_waits_of_one_layer() -> None:
         assert report.host == ["tolist"]
 
 
+def collectives_of_a_step() -> set[str]:
+    x, experts, weights = inputs(16, 2, 8)
+    with Exchanges() as counted:
+        dispatcher = AllToAllDispatcher(8, dist.group.WORLD)
+        loss_of(through(dispatcher, x, experts, weights, block(scales(8)))).backward()
+    return set(counted.calls)
+
+
+def test_p27_nothing_is_gathered_or_reduced_over_ranks() -> None:
+    """Not every token to every rank, nor whole outputs back: all-to-alls of what is needed."""
+    assert run_on_ranks(RANKS, collectives_of_a_step) == [{"alltoall_base_"}] * RANKS
+
+
 def without_gradients_of_weights() -> list[str]:
     x, experts, weights = inputs(16, 2, 8)
     scale = block(scales(8))

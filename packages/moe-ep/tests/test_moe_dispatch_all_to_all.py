@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from moe_dispatch_toys import HIDDEN, Exchanges, block, inputs, loss_of, run, scales, through
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwalk.moe_ep.dispatcher import AllToAllDispatcher, LocalDispatcher
@@ -105,6 +106,25 @@ def test_bf16_rows(kind: str) -> None:
 def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     """A frozen router, or tokens of frozen layers; the experts get theirs all the same."""
     run_on_ranks(2, compare, EVEN, "random", 3, torch.float32, frozen)
+
+
+def outputs_kept_for(frozen: bool) -> bool:
+    """Whether combine keeps the outputs of experts, which only weights' gradients need."""
+    x, experts, weights = inputs(5, 2, EXPERTS)
+    weights.requires_grad_(not frozen)
+    dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD)
+    rows, metadata = dispatcher.dispatch(x, experts, weights)
+    outputs, kept = rows * block(scales(EXPERTS))[0], []
+    with saved_tensors_hooks(
+        lambda saved: kept.append(saved is outputs) or saved, lambda saved: saved
+    ):
+        dispatcher.combine(outputs, metadata)
+    return any(kept)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_router_keeps_no_outputs(frozen: bool) -> None:
+    assert run_on_ranks(2, outputs_kept_for, frozen) == [not frozen] * 2
 
 
 def with_uninitialized_memory_full_of_nan() -> None:
