@@ -103,6 +103,16 @@ def test_a_recompute_is_not_recorded(mode) -> None:
     assert_same_routes(routes, expected)
 
 
+def test_a_recompute_that_chooses_anew_is_not_recorded() -> None:
+    old = model(0)
+    for gate in find_gates(old):
+        gate.replay_routing = False
+    apply_activation_checkpointing(old, "full")
+    with record_routes(old) as routes:
+        old(IDS[0]).sum().backward()
+    assert [len(routes.layers[name]) for name in GATES] == [1, 1]
+
+
 def test_a_recompute_that_chooses_anew_is_refused() -> None:
     routes = recorded(model(0))
     new = model(1)
