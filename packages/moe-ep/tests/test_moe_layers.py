@@ -199,7 +199,7 @@ def losses_and_gradients(model: nn.Module) -> list[Tensor]:
     return [*losses, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("mode", ["full"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputes_take_the_routes_of_the_forward(mode) -> None:
     """Not the router's own of that moment, and count no load."""
     options = {"num_shared_experts": 1, "correction_bias": True}
@@ -267,7 +267,7 @@ def test_parity_under_the_dense_walk(mesh, options) -> None:
     assert_parity(case(**options), world_size=world_size, parallelism_sizes=sizes)
 
 
-@pytest.mark.parametrize("mode", ["full"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_parity_of_two_micro_batches_recomputed(mode) -> None:
     assert_parity(
         case(micro_batches=2, **RICH),

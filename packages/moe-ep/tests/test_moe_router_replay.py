@@ -82,7 +82,7 @@ def gradients(of: nn.Module, routes: RecordedRoutes) -> list[Tensor]:
     return [*losses, *(p.grad for p in of.parameters())]
 
 
-@pytest.mark.parametrize("mode", ["full"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_recompute_uses_up_no_record(mode) -> None:
     routes = recorded(model(0))
     expected = gradients(model(1), routes)
@@ -92,7 +92,7 @@ def test_a_recompute_uses_up_no_record(mode) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("mode", ["full"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_recompute_is_not_recorded(mode) -> None:
     old = model(0)
     expected = recorded(old).state_dict()
