@@ -115,11 +115,14 @@ def outputs_kept_for(frozen: bool) -> bool:
     dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD)
     rows, metadata = dispatcher.dispatch(x, experts, weights)
     outputs, kept = rows * block(scales(EXPERTS))[0], []
-    with saved_tensors_hooks(
-        lambda saved: kept.append(saved is outputs) or saved, lambda saved: saved
-    ):
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with saved_tensors_hooks(keep, lambda saved: saved):
         dispatcher.combine(outputs, metadata)
-    return any(kept)
+    return any(saved is outputs for saved in kept)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -160,7 +163,10 @@ def test_experts_over_a_part_of_the_world(as_mesh: bool) -> None:
 
 
 def alone() -> None:
-    group = cached("alone", lambda: [dist.new_group([rank]) for rank in range(2)])[dist.get_rank()]
+    groups = cached("alone", lambda: [dist.new_group([rank]) for rank in range(2)])
+    group = groups[dist.get_rank()]
+    with pytest.raises(ValueError, match="this rank is not one of the expert-parallel group"):
+        AllToAllDispatcher(EXPERTS, groups[1 - dist.get_rank()])
     with Exchanges() as counted:
         compare(EVEN, "some dropped", 3, group=group)
     assert not counted.calls

@@ -47,15 +47,17 @@ class ExchangeLayout:
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
-    """The process group of a mesh of one axis; raise ValueError for several."""
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if group.ndim != 1:
-        raise ValueError(
-            f"a dispatcher takes a mesh of one axis, not of {group.mesh_dim_names}; slice the "
-            f'expert-parallel axis: mesh["ep"]'
-        )
-    return group.get_group()
+    """The process group that is meant; raise ValueError for a mesh of several axes."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a dispatcher takes a mesh of one axis, not of {group.mesh_dim_names}; slice the "
+                f'expert-parallel axis: mesh["ep"]'
+            )
+        return group.get_group()
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not one of the expert-parallel group; give it its own group")
+    return group
 
 
 class Peers:
