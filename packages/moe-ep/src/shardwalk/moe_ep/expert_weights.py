@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from shardwalk.parallelizer_core._torch_compat import as_own_tensor
 from shardwalk.parallelizer_core.tensor_parallel.local_parameters import (
     distribute_parameter,
     local_values,
@@ -184,10 +185,12 @@ class LocalForward:
     local: LocalExperts
     inner: Forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the module's own forward."""
         with self.local.shown():
-            return self.inner(*args, **kwargs)
+            output: Tensor = self.inner(*args, **kwargs)
+        # An output of a unit that is a view would lose the unit's hook to an in-place op.
+        return as_own_tensor(output)
 
 
 def run_on_local_weights(local: LocalExperts) -> None:

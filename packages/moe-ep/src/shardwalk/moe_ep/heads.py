@@ -1,26 +1,16 @@
-"""What the config for experts asks of the head and of the model around the inner model."""
+"""The head, which may compute in another precision than the rest."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwalk.mesh import MoEParallelizerConfig
-from shardwalk.mesh.policies import default_mp_policy
-from shardwalk.parallelizer_core import ModelParallelizer
 from shardwalk.parallelizer_core.fp32_pins import PIN_ATTRIBUTE
-from shardwalk.parallelizer_core.fsdp2.root import watch_root
-from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions
-from shardwalk.parallelizer_core.layers import find_block_stacks, has_forward
-
-_INNER = "model"
+from shardwalk.parallelizer_core.layers import find_block_stacks
 
 
 def pin_head(model: nn.Module, config: MoEParallelizerConfig) -> None:
@@ -45,7 +35,7 @@ def check_head(
     if precision is None:
         return
     path, head = find_head(model, precision)
-    if _shared_with_rest(model, head):
+    if shares_weights(model, head):
         raise ValueError(
             f"lm_head_precision={precision}, but {path} shares its weight with another module, "
             f"which would compute in that dtype too; untie them, or leave lm_head_precision unset"
@@ -96,7 +86,8 @@ def _heads(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _shared_with_rest(model: nn.Module, part: nn.Module) -> bool:
+def shares_weights(model: nn.Module, part: nn.Module) -> bool:
+    """Whether a parameter in `part` stands outside of it in `model` too."""
     own = {id(parameter) for parameter in part.parameters()}
     inside = set(part.modules())
     return any(
@@ -105,84 +96,3 @@ def _shared_with_rest(model: nn.Module, part: nn.Module) -> bool:
         if module not in inside
         for parameter in module.parameters(recurse=False)
     )
-
-
-@dataclass(frozen=True)
-class InnerRoot:
-    """The sharding of a model whose inner model is the root unit, with what is around it apart.
-
-    Attributes:
-        shard: `_apply_fsdp_sharding` of the model's sidecar.
-        door: its `_fully_shard_module`.
-    """
-
-    shard: Callable[..., None]
-    door: Callable[..., nn.Module]
-
-    def __call__(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        mp_policy: MixedPrecisionPolicy | None,
-        offload_policy: OffloadPolicy | None = None,
-        **options: Any,
-    ) -> None:
-        """Shard the inner model of `module`, then each other child."""
-        self.shard(inner_model(module), mesh, mp_policy, offload_policy, **options)
-        units = UnitOptions(mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
-        policy = mp_policy or default_mp_policy()
-        for child in (inner_model(module), *parts_around(module)):
-            if child is not inner_model(module):
-                # The backward starts with it.
-                self.door(child, **units.for_unit(reshard_after_forward=False, is_root=True))
-            watch_root(child, policy)
-
-
-def root_inside(sidecar: ModelParallelizer) -> ModelParallelizer:
-    """A copy of `sidecar` that makes the inner model the root unit."""
-    inside = copy.copy(sidecar)
-    shard = InnerRoot(sidecar._apply_fsdp_sharding, sidecar._fully_shard_module)
-    vars(inside)["_apply_fsdp_sharding"] = shard
-    return inside
-
-
-def has_inner_model(model: nn.Module) -> bool:
-    """Whether `model` holds an inner model as its child `model`."""
-    return isinstance(getattr(model, _INNER, None), nn.Module)
-
-
-def inner_model(model: nn.Module) -> nn.Module:
-    """The inner model of `model`."""
-    return model.get_submodule(_INNER)
-
-
-def parts_around(model: nn.Module) -> list[nn.Module]:
-    """The other children with parameters, each once."""
-    inner = inner_model(model)
-    return [
-        child
-        for child in dict.fromkeys(model.children())
-        if child is not inner and any(True for _ in child.parameters())
-    ]
-
-
-def check_inner_root(model: nn.Module) -> None:
-    """Refuse a model whose inner model cannot be the root unit.
-
-    Raises:
-        ValueError: a parameter around it that no unit would hold, or that is shared with it.
-    """
-    inner = inner_model(model)
-    bare = [name for name, _ in model.named_parameters(recurse=False)]
-    uncalled = [type(part).__name__ for part in parts_around(model) if not has_forward(part)]
-    if bare or uncalled:
-        raise ValueError(
-            f"wrap_outer_model=False makes {_INNER!r} the root unit, which leaves "
-            f"{', '.join(bare or uncalled)} of {type(model).__name__} without a unit; use "
-            f"wrap_outer_model=True"
-        )
-    if any(_shared_with_rest(model, part) for part in (inner, *parts_around(model))):
-        raise ValueError(
-            f"wrap_outer_model=False makes units of {_INNER!r} and of what is around it, and they "
-            f"share a weight; untie them, or use wrap_outer_model=True"
-        )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,13 @@ from shardwalk.moe_ep.expert_weights import (
     LocalExperts,
     read_expert_weights,
 )
-from shardwalk.parallelizer_core import is_recomputing, record_or_replay
+from shardwalk.parallelizer_core import recompute_replay, record_or_replay
+from shardwalk.parallelizer_core._torch_compat import as_own_tensor
+
+# A core without it keeps what such code writes to, and says so in the backward.
+not_kept: Callable[[], AbstractContextManager[None]] = getattr(
+    recompute_replay, "not_kept", nullcontext
+)
 
 _INDEX = re.compile(r"(^|_)(index|indices|ids|selected_experts)$")
 _WEIGHTS = re.compile(r"(^|_)(weights|scores|probs)$")
@@ -122,7 +129,7 @@ class ExchangedExperts:
         tokens = hidden if self.row_dtype is None else hidden.to(self.row_dtype)
         rows, metadata = self.dispatcher.dispatch(tokens, index, weights)
         outputs = self._run(rows, metadata.counts)
-        return self.dispatcher.combine(outputs, metadata).to(hidden.dtype)
+        return as_own_tensor(self.dispatcher.combine(outputs, metadata).to(hidden.dtype))
 
     def _run(self, rows: Tensor, counts: list[int]) -> Tensor:
         """The unweighted outputs of rows that are sorted by local expert."""
@@ -143,11 +150,42 @@ def chosen_in_forward(index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     An expert that the recompute did not choose again keeps the forward's weight, as a constant.
     """
     first, values = record_or_replay("choice", lambda: (index, weights.detach()))
-    if not is_recomputing():
-        return index, weights
+    # The forward takes the same path, since both must save as many tensors for the backward.
     same = first.unsqueeze(2) == index.unsqueeze(1)
     found = weights.gather(1, same.int().argmax(2))
     return first, torch.where(same.any(2), found, values)
+
+
+@dataclass
+class RecomputedForward:
+    """The forward of a module of which selective checkpointing keeps nothing.
+
+    Routers divide the scores of a top-k in place, and grouped products get their biases so: what
+    was kept would be changed, and in the recompute changed once more.
+    """
+
+    inner: Forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        with not_kept():
+            return self.inner(*args, **kwargs)
+
+
+def recompute_writers(holder: nn.Module, weights: ExpertWeights) -> None:
+    """Let selective checkpointing keep nothing of routers, nor of experts with biases."""
+    for router in _routers_below(holder, weights):
+        router.forward = RecomputedForward(router.forward)
+    if any(owner.get_parameter(name).ndim < 3 for owner, name in weights.names()):
+        weights.experts.forward = RecomputedForward(weights.experts.forward)
+
+
+def _routers_below(holder: nn.Module, weights: ExpertWeights) -> Iterator[nn.Module]:
+    """The children of `holder` with a row of weights for each expert."""
+    for child in holder.children():
+        rows = {parameter.shape[0] for parameter in child.parameters() if parameter.ndim}
+        if child is not weights.experts and weights.num_experts in rows:
+            yield child
 
 
 def exchange_experts(

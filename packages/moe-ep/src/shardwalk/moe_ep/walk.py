@@ -12,18 +12,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardwalk.mesh import MeshContext, MoEParallelizerConfig
 from shardwalk.mesh.policies import default_mp_policy
+from shardwalk.moe_ep.dense_sharding import check_inner_root, shard_around_experts
 from shardwalk.moe_ep.dispatcher import make_dispatcher
 from shardwalk.moe_ep.expert_layers import ExpertLayer, find_expert_layers, refuse_layers
 from shardwalk.moe_ep.expert_units import ExpertMesh, expert_mesh, shard_experts
 from shardwalk.moe_ep.expert_weights import LocalExperts, cut_over_ep, run_on_local_weights
-from shardwalk.moe_ep.heads import (
-    check_head,
-    check_inner_root,
-    has_inner_model,
-    pin_head,
-    root_inside,
-)
-from shardwalk.moe_ep.huggingface import exchange_experts
+from shardwalk.moe_ep.heads import check_head, pin_head
+from shardwalk.moe_ep.huggingface import exchange_experts, recompute_writers
 from shardwalk.moe_ep.tokens_over_tp import plan_with_experts
 from shardwalk.parallelizer_core import ModelParallelizer, replay_contexts
 from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
@@ -53,9 +48,8 @@ def parallelize_experts(
     arguments = options.dense
     arguments["tp_shard_plan"] = plan_with_experts(model, layers, mesh_context, sidecar)
     check_head(model, options.config, options.mp_policy)
-    if not options.config.wrap_outer_model and has_inner_model(model):
+    if not options.config.wrap_outer_model:
         check_inner_root(model)
-        sidecar = root_inside(sidecar)
     if mesh_context.reapply_trainability is not None:
         mesh_context.reapply_trainability(model)
     pin_head(model, options.config)
@@ -71,6 +65,8 @@ def parallelize_experts(
             reshard_after_forward=options.dense["reshard_after_forward"],
         )
     assert mesh_context.device_mesh is not None
+    holders = list(dict.fromkeys(layer.holder for layer in layers))
+    sidecar = shard_around_experts(sidecar, holders, wraps_outer=options.config.wrap_outer_model)
     return sidecar._apply(model, mesh_context.device_mesh, **arguments)
 
 
@@ -82,6 +78,7 @@ class WalkOptions:
         config: the config for experts.
         dense: the arguments of the dense path.
         mp_policy: of every unit.
+        replays_routing: whether recomputes take the choices of their forwards.
     """
 
     config: MoEParallelizerConfig
@@ -116,7 +113,7 @@ class WalkOptions:
             config=config,
             dense=dense,
             mp_policy=dense["mp_policy"] or default_mp_policy(),
-            replays_routing=config.ignore_router_for_ac,
+            replays_routing=config.ignore_router_for_ac and bool(dense["activation_checkpointing"]),
         )
 
 
@@ -133,9 +130,11 @@ def _spread(layer: ExpertLayer, mesh: ExpertMesh, options: WalkOptions) -> None:
     dispatcher = make_dispatcher(name, layer.num_experts, mesh.ep)
     if moe is not None:
         moe.set_dispatcher(dispatcher)
-        moe.gate.replay_routing = options.replays_routing
+        moe.gate.replay_routing = options.config.ignore_router_for_ac
         run_on_local_weights(local)
     else:
+        if options.dense["activation_checkpointing"] == "selective":
+            recompute_writers(layer.holder, layer.weights)
         exchange_experts(
             local,
             dispatcher,
