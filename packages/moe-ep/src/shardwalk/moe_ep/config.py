@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 ScoreFunction = Literal["softmax", "sigmoid"]
-Activation = Literal["swiglu", "geglu", "quick_geglu", "relu2", "swiglu_clamped", "swiglu_oai"]
+Activation = Literal[
+    "swiglu", "geglu", "geglu_tanh", "quick_geglu", "relu2", "swiglu_clamped", "swiglu_oai"
+]
 BalanceLossScope = Literal["sequence", "micro_batch"]
 DispatcherName = Literal["auto", "local", "all_to_all", "deepep"]
 
