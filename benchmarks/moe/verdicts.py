@@ -41,6 +41,9 @@ def line_of(name: str, variant: Variant, reports: Reports) -> dict[str, Any]:
         line["step_ms"] = {
             side: round(1000 * statistics.median(each), 1) for side, each in walls.items()
         }
+        line["cpu_ms_of_all_ranks"] = {
+            side: round(1000 * statistics.median(each), 1) for side, each in cpus.items()
+        }
         plain = min(
             ("per_expert_grouped", "per_expert_loop"), key=lambda side: line["step_ms"][side]
         )

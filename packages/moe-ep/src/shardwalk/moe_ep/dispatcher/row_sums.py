@@ -99,6 +99,8 @@ def wide_dtype(rows: Tensor) -> torch.dtype:
 def _embedding_bag(
     rows: Tensor, members: Tensor, starts: Tensor, weights: Tensor | None = None
 ) -> Tensor:
+    # For operands that require grad torch also lays out a backward, which is not wanted here.
+    weights = None if weights is None else weights.detach()
     sums, *_ = torch.embedding_bag(
         rows.detach(), members, starts, mode=0, per_sample_weights=weights
     )
