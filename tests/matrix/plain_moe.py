@@ -40,9 +40,15 @@ class MoEStackBlock(nn.Module):
 
 
 class MoEStack(nn.Module):
-    """Embedding, a dense block, blocks with experts, norm, head."""
+    """Embedding, a dense block, blocks with experts, norm, head.
 
-    def __init__(self, layers: int = 2, *, frozen_router: bool = False, **options: Any) -> None:
+    Args:
+        layers: blocks with experts.
+        frozen: parameters with one of these words in their names do not train.
+        options: those of `MoEConfig`.
+    """
+
+    def __init__(self, layers: int = 2, *, frozen: tuple[str, ...] = (), **options: Any) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, DIM)
         self.rotary = Rotary(4)
@@ -53,14 +59,15 @@ class MoEStack(nn.Module):
         ])
         self.norm = nn.RMSNorm(DIM)
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
-        self._fill(frozen_router)
+        self._fill()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not any(word in name for word in frozen))
 
     @torch.no_grad()
-    def _fill(self, frozen_router: bool) -> None:
+    def _fill(self) -> None:
         """Choices far from ties, and correction biases that shift some of them."""
         for gate in find_gates(self):
             gate.weight.mul_(4)
-            gate.weight.requires_grad_(not frozen_router)
             if gate.e_score_correction_bias is not None:
                 gate.e_score_correction_bias.uniform_(-0.2, 0.2)
 

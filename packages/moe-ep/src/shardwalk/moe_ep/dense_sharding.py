@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from shardwalk.mesh.policies import default_mp_policy
 from shardwalk.moe_ep.heads import shares_weights
 from shardwalk.parallelizer_core import ModelParallelizer
-from shardwalk.parallelizer_core.fp32_pins import is_pinned
+from shardwalk.parallelizer_core.fp32_pins import is_pinned, pin_fp32_parameters
 from shardwalk.parallelizer_core.fsdp2.root import watch_root
 from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions
 from shardwalk.parallelizer_core.layers import has_forward
@@ -84,6 +84,7 @@ class _Sharding:
         offload_policy: OffloadPolicy | None = None,
         **options: Any,
     ) -> None:
+        pin_fp32_parameters(module)  # those that tensor parallelism replaced too
         units = UnitOptions(mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
         # Beside experts that are a unit, a pinned router may be all that is left in its layer, and
         # would make the layer a unit that casts its tokens.
