@@ -43,7 +43,7 @@ class Options:
     """File for the figure; its ending says which format."""
     ranks: int = int(os.environ.get("WORLD_SIZE", "2"))
     """Processes to start, each with a part of the experts (torchrun has started them)."""
-    steps: int = 100
+    steps: int = 80
     """Optimizer steps."""
     rows: int = 8
     """Sequences of a step on each rank."""
