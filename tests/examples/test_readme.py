@@ -18,9 +18,27 @@ def run_example(code: str) -> None:
 
 @pytest.mark.slow
 def test_the_example_runs_on_two_ranks() -> None:
-    [code] = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 18
+    run_on_ranks(2, run_example, code)
+
+
+def test_experts_change_two_lines_of_it() -> None:
+    text = README.read_text(encoding="utf-8")
+    code, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    [changes] = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    old, new = (
+        [line[1:] for line in changes.splitlines() if line[0] in kept] for kept in ("- ", "+ ")
+    )
+    assert len(old) == len(new) == 3
+    assert "\n".join(old) in code
+    code = code.replace("\n".join(old), "\n".join(new))
+    code = code.replace(
+        "import LlamaConfig, LlamaForCausalLM", "import MixtralConfig, MixtralForCausalLM"
+    )
+    code = code.replace("import DistributedSetup,", "import DistributedSetup, ParallelismSizes,")
+    code = code.replace("hidden_size=256,", "hidden_size=256, intermediate_size=64,")  # for speed
     run_on_ranks(2, run_example, code)
 
 

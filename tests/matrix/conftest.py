@@ -2,4 +2,4 @@
 
 from shardwalk.parallelizer_core.testing import preload
 
-preload("tests.matrix.tiny_transformers", "tests.matrix.lora_models")
+preload("tests.matrix.tiny_transformers", "tests.matrix.lora_models", "tests.matrix.plain_moe")

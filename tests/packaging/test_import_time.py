@@ -16,6 +16,7 @@ BUDGETS = [
         "torch.distributed.fsdp, torch.distributed.tensor.parallel",
         0.2,
     ),
+    ("shardwalk.moe_ep", "shardwalk.parallelizer_core", 0.1),
 ]
 
 # torch is imported once; each sample is a fork of that process which imports the package.
