@@ -18,7 +18,7 @@ def run_example(code: str) -> None:
 
 @pytest.mark.slow
 def test_the_example_runs_on_two_ranks() -> None:
-    [code] = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 18
     run_on_ranks(2, run_example, code)
