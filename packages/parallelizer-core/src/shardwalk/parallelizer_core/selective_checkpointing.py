@@ -179,6 +179,9 @@ class _LeaveOutRecorded(TorchDispatchMode):
         """As for `_FollowDecisions`."""
         return True
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_innermost_mode() if is_deciding() else nullcontext():
             return func(*args, **(kwargs or {}))
