@@ -15,7 +15,7 @@ def on_all_ranks(work: Callable[[], _T], group: dist.ProcessGroup | None) -> _T:
 
     A TypeError or ValueError, which is about what this rank was given, is raised as it is here.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return work()
     failure: str | None = None
     result: Any = None
