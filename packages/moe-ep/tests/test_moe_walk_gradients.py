@@ -101,6 +101,30 @@ def test_b07_p6_gradients_of_experts_have_the_scale_of_dense_ones(
     assert all(abs(ratio - 1) < 1e-4 for ratio in ratios.values()), ratios
 
 
+def sum_of_losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+def gradients_of_one_row(model: str) -> None:
+    tokens = rows(1)[0][:1]
+    reference = build(model)
+    sum_of_losses(reference, tokens).backward()
+    mesh_context = context(sizes={"ep_size": 2})
+    parallel = parallelize_model(build(model), mesh_context)
+    part = tokens.tensor_split(4)[mesh_context.data_rank]
+    (sum_of_losses(parallel, part) * 4).backward()
+    for name, parameter in parallel.named_parameters():
+        expected = reference.get_parameter(name).grad
+        torch.testing.assert_close(full(parameter.grad), expected, rtol=1e-4, atol=1e-6)
+
+
+@models
+def test_b47_ranks_that_share_experts_of_which_one_gets_no_token(model: str) -> None:
+    """Its weights have gradients all the same: what the two reduce is of one size."""
+    run_on_ranks(4, gradients_of_one_row, model)
+
+
 def clipped(model: str, sizes: dict[str, int]) -> dict[str, Any]:
     expected, _ = one_process(model, 1)
     norm = torch.stack([g.double().norm() for g in expected.values()]).norm()
