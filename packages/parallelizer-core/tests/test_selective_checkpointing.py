@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwalk.parallelizer_core import (
     apply_activation_checkpointing,
+    not_kept,
     record_or_replay,
     replay_contexts,
 )
@@ -370,3 +371,36 @@ def test_what_a_forward_records_is_no_operator_of_its_recompute() -> None:
         gradients.append([x.grad, model[0].up.weight.grad])
     for plain, selective in zip(*gradients, strict=True):
         assert torch.equal(plain, selective)
+
+
+class ChangesWhatIsKept(nn.Module):
+    """Divides the values of a top-k in place, as routers do."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4, bias=False)
+        self.context = context
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        with self.context():
+            values, indices = h.softmax(-1).topk(2)
+            values /= values.sum(-1, keepdim=True)
+        return (values * h.gather(1, indices)).sum()
+
+
+def test_code_that_changes_what_would_be_kept_can_be_left_out() -> None:
+    gradients = []
+    for mode, context in ((False, nullcontext), ("selective", not_kept)):
+        torch.manual_seed(1)
+        model = nn.ModuleList([ChangesWhatIsKept(context)])
+        apply_activation_checkpointing(model, mode)
+        x = X.clone().requires_grad_()
+        model[0](x).backward()
+        gradients.append([x.grad, model[0].up.weight.grad])
+    for plain, selective in zip(*gradients, strict=True):
+        assert torch.equal(plain, selective)
+    model = nn.ModuleList([ChangesWhatIsKept(nullcontext)])
+    apply_activation_checkpointing(model, "selective")
+    with pytest.raises(RuntimeError, match="mutated"):
+        model[0](X.clone().requires_grad_()).backward()

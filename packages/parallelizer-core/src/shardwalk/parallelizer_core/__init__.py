@@ -37,6 +37,7 @@ from shardwalk.parallelizer_core.protocols import (
 )
 from shardwalk.parallelizer_core.recompute_replay import (
     is_recomputing,
+    not_kept,
     record_or_replay,
     replay_contexts,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "materialize",
     "model_state_dict",
     "no_sync",
+    "not_kept",
     "optimizer_state_dict",
     "parallelize_model",
     "read_concatenated",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -80,6 +80,19 @@ def is_recomputing() -> bool:
 def is_deciding() -> bool:
     """Whether this thread is in a `compute` whose value is being recorded; no recompute runs it."""
     return _thread.deciding > 0
+
+
+@contextmanager
+def not_kept() -> Iterator[None]:
+    """Selective checkpointing keeps nothing of what runs inside, and recomputes all of it.
+
+    For code that writes in place to what would be kept. Without checkpointing it means nothing.
+    """
+    _thread.deciding += 1
+    try:
+        yield
+    finally:
+        _thread.deciding -= 1
 
 
 class Together(AbstractContextManager[None]):

@@ -219,7 +219,7 @@ class _FollowDecisions(TorchDispatchMode):
         return super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._decisions.concerns(func):
+        if self._decisions.concerns(func) and not is_deciding():
             self._decisions.follow(func, args)
             return func(*args, **(kwargs or {}))
         with without_innermost_mode():
