@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +24,8 @@ from shardwalk.moe_ep.expert_weights import (
     LocalExperts,
     read_expert_weights,
 )
-from shardwalk.parallelizer_core import recompute_replay, record_or_replay
+from shardwalk.parallelizer_core import not_kept, record_or_replay
 from shardwalk.parallelizer_core._torch_compat import as_own_tensor
-
-# A core without it keeps what such code writes to, and says so in the backward.
-not_kept: Callable[[], AbstractContextManager[None]] = getattr(
-    recompute_replay, "not_kept", nullcontext
-)
 
 _INDEX = re.compile(r"(^|_)(index|indices|ids|selected_experts)$")
 _WEIGHTS = re.compile(r"(^|_)(weights|scores|probs)$")
