@@ -63,7 +63,7 @@ def test_training_has_the_numbers_of_one_process(name: str, mesh: str) -> None:
 
 @meshes("tp 2, ep 2", "tp 2, ep 4")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "ernie"])
 def test_p26_tensor_parallelism_without_a_plan(
     name: str, sequence_parallel: bool, mesh: str
 ) -> None:

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -84,11 +86,26 @@ def gpt_oss(**sizes: Any) -> nn.Module:
     return GptOssForCausalLM(config)
 
 
+def ernie(**sizes: Any) -> nn.Module:
+    """The selection bias stands in a module of its own inside the router, which is pinned to fp32."""
+    given = {
+        "intermediate_size": 40,
+        "moe_intermediate_size": 16,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 1,
+    }
+    return Ernie4_5_MoeForCausalLM(_config(Ernie4_5_MoeConfig, **given, **sizes))
+
+
 MODELS = {
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
     "deepseek_v3": deepseek_v3,
     "gpt_oss": gpt_oss,
+    "ernie": ernie,
 }
 
 

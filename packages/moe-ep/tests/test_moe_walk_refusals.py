@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -216,8 +217,9 @@ class HalfHead(Wrapped):
     [
         (TiedHead, {"lm_head_precision": "float32"}, ("lm_head shares its weight", "untie")),
         (HalfHead, {"lm_head_precision": "float32"}, ("stored in torch.bfloat16", "low bits")),
-        (Wrapped, {"lm_head_precision": "float16"}, ("neither torch.float32 nor",)),
+        (Wrapped, {"lm_head_precision": "float16"}, ("not what the rest computes in",)),
         (TiedHead, {"wrap_outer_model": False}, ("share a weight", "wrap_outer_model=True")),
+        (MoEDecoder, {"wrap_outer_model": False}, ("no module of that name",)),
     ],
 )
 def test_options_that_do_not_fit_the_model(
@@ -258,3 +260,33 @@ def test_a_plan_that_cuts_inside_a_layer_of_experts() -> None:
     for message in run_on_ranks(2, cut_inside):
         assert "names layers.0.mlp.shared_experts.up_proj" in message
         assert "take it out of the plan" in message
+
+
+class OnOneRank(MoEDecoder):
+    """Asks for a dispatcher that serves one rank."""
+
+    def __init__(self) -> None:
+        super().__init__(dispatcher="local")
+
+
+class WithDeepEP(MoEDecoder):
+    def __init__(self) -> None:
+        super().__init__(dispatcher="deepep")
+
+
+def test_dispatchers_that_cannot_be_made_are_refused_before_anything_is_cut() -> None:
+    assert_refused(OnOneRank, "dispatcher='local'", "ep_size=2")
+
+
+@pytest.mark.skipif(find_spec("deep_ep") is not None, reason="DeepEP is installed")
+def test_deepep_that_is_not_installed_is_refused_before_anything_is_cut() -> None:
+    for kept in run_on_ranks(2, kept_without_deepep):
+        assert kept
+
+
+def kept_without_deepep() -> bool:
+    model = WithDeepEP()
+    before = dict(model.named_parameters())
+    with pytest.raises(ImportError, match="deepep"):
+        parallelize_model(model, context())
+    return all(before[name] is parameter for name, parameter in model.named_parameters())

@@ -46,10 +46,14 @@ def check_inner_root(model: nn.Module) -> None:
     """Refuse a model whose inner model cannot be the root unit.
 
     Raises:
-        ValueError: a parameter around it that no unit would hold, or that is shared with it.
+        ValueError: there is none; a parameter around it that no unit would hold, or that is shared
+            with it.
     """
     if not _has_inner(model):
-        return
+        raise ValueError(
+            f"wrap_outer_model=False makes {_INNER!r} the root unit, and {type(model).__name__} "
+            f"has no module of that name; use wrap_outer_model=True"
+        )
     inner = model.get_submodule(_INNER)
     around = _parts_around(model, inner)
     bare = [name for name, _ in model.named_parameters(recurse=False)]

@@ -43,9 +43,10 @@ def check_head(
     for name, parameter in head.named_parameters():
         compute = policy.param_dtype or parameter.dtype
         if precision not in (torch.float32, compute):
+            allowed = " or ".join(str(d) for d in dict.fromkeys((torch.float32, compute)))
             raise ValueError(
-                f"lm_head_precision={precision} is neither torch.float32 nor {compute}, in which "
-                f"the rest computes; use one of these"
+                f"lm_head_precision={precision} is not what the rest computes in ({compute}), nor "
+                f"torch.float32; use {allowed}"
             )
         stored = parameter.dtype
         if precision == torch.float32 and not parameter.is_meta and stored != torch.float32:

@@ -53,7 +53,7 @@ def find_misfits(model: nn.Module, known: set[nn.Module]) -> Iterator[tuple[str,
     inside = {module for experts in known for module in experts.modules()}
     for path, module in model.named_modules():
         if path.rpartition(".")[2] == "base_layer" and module in known:
-            yield path, "an adapter stands around it"
+            yield path, "an adapter stands around it (leave experts out of the adapter's targets)"
         if module in inside or not any(True for _ in module.parameters()):
             continue
         holds = path.rpartition(".")[2] == "experts" and not inside & set(module.modules())

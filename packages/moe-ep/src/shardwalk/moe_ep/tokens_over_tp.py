@@ -144,11 +144,12 @@ class SplitTokens(ParallelStyle):
         for owner in owners:
             for name, _ in list(owner.named_parameters(recurse=False)):
                 distribute_parameter(owner, name, device_mesh, Replicate())
-            if owner is not module and has_forward(owner):
-                owner.forward = _WholeWeights(owner, owner.forward)
+        for part in module.modules():
+            if part is not module and part not in inside and has_forward(part):
+                part.forward = _WholeWeights(part, inside, part.forward)
         if hasattr(module, "gate") and hasattr(module.gate, "tokens_split_over_tp"):
             module.gate.tokens_split_over_tp = True
-        module.forward = _SplitTokensForward(module, module.forward, device_mesh, owners)
+        module.forward = _SplitTokensForward(module, inside, module.forward, device_mesh)
         return module
 
 
@@ -160,27 +161,39 @@ class _WholeWeights:
     """
 
     module: nn.Module
+    left_alone: set[nn.Module]
     inner: Forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _whole_weights(self.module):
+        with _whole_weights(self.module, self.left_alone):
             return self.inner(*args, **kwargs)
 
 
 @contextmanager
-def _whole_weights(owner: nn.Module) -> Iterator[None]:
-    names = [name for name, _ in owner.named_parameters(recurse=False)]
-    gradients: dict[str, Placement] = {n: Partial() for n in names if n not in vars(owner)}
-    with shown(owner, **local_values(owner, gradients)):
+def _whole_weights(module: nn.Module, left_alone: set[nn.Module]) -> Iterator[None]:
+    """Let `module` and what stands in it see whole weights, except where a unit inside has them."""
+    with ExitStack() as stack:
+        for owner in _outside_units(module, left_alone):
+            names = [name for name, _ in owner.named_parameters(recurse=False)]
+            gradients: dict[str, Placement] = {n: Partial() for n in names if n not in vars(owner)}
+            stack.enter_context(shown(owner, **local_values(owner, gradients)))
         yield
+
+
+def _outside_units(module: nn.Module, left_alone: set[nn.Module]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        # A unit inside shows its own weights, as soon as it has gathered them.
+        if child not in left_alone and not isinstance(child, FSDPModule):
+            yield from _outside_units(child, left_alone)
 
 
 @dataclass
 class _SplitTokensForward:
     module: nn.Module
+    left_alone: set[nn.Module]
     inner: Forward
     mesh: DeviceMesh
-    owners: list[nn.Module]
 
     def __post_init__(self) -> None:
         _, first, *_ = inspect.signature(type(self.module).forward).parameters
@@ -191,11 +204,7 @@ class _SplitTokensForward:
         tokens = _Tokens(hidden, self.mesh)
         args = tuple(tokens.local(value) for value in args)
         kwargs = {name: tokens.local(value) for name, value in kwargs.items()}
-        with ExitStack() as stack:
-            for owner in self.owners:
-                # A unit inside shows its own weights, as soon as it has gathered them.
-                if owner is self.module or not isinstance(owner, FSDPModule):
-                    stack.enter_context(_whole_weights(owner))
+        with _whole_weights(self.module, self.left_alone):
             output = self.inner(*args, **kwargs)
         if isinstance(output, tuple | list):
             return type(output)(tokens.whole(value) for value in output)

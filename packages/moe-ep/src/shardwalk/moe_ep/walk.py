@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from shardwalk.mesh import MeshContext, MoEParallelizerConfig
 from shardwalk.mesh.policies import default_mp_policy
 from shardwalk.moe_ep.dense_sharding import check_inner_root, shard_around_experts
-from shardwalk.moe_ep.dispatcher import make_dispatcher
+from shardwalk.moe_ep.dispatcher import TokenDispatcher, make_dispatcher
 from shardwalk.moe_ep.expert_layers import ExpertLayer, find_expert_layers, refuse_layers
 from shardwalk.moe_ep.expert_units import ExpertMesh, expert_mesh, shard_experts
 from shardwalk.moe_ep.expert_weights import LocalExperts, cut_over_ep, run_on_local_weights
@@ -45,6 +45,7 @@ def parallelize_experts(
     mesh = expert_mesh(mesh_context)
     options = WalkOptions.of(mesh_context)
     refuse_layers(model, layers, ep_size=mesh.ep.size(), shard_size=mesh.shard_size)
+    dispatchers = [_dispatcher_of(layer, mesh) for layer in layers]
     arguments = options.dense
     arguments["tp_shard_plan"] = plan_with_experts(model, layers, mesh_context, sidecar)
     check_head(model, options.config, options.mp_policy)
@@ -54,8 +55,8 @@ def parallelize_experts(
         mesh_context.reapply_trainability(model)
     pin_head(model, options.config)
     pin_fp32_parameters(model)
-    for layer in layers:
-        _spread(layer, mesh, options)
+    for layer, dispatcher in zip(layers, dispatchers, strict=True):
+        _spread(layer, dispatcher, mesh, options)
         shard_experts(
             layer.weights,
             mesh,
@@ -117,7 +118,14 @@ class WalkOptions:
         )
 
 
-def _spread(layer: ExpertLayer, mesh: ExpertMesh, options: WalkOptions) -> None:
+def _dispatcher_of(layer: ExpertLayer, mesh: ExpertMesh) -> TokenDispatcher:
+    name = "auto" if layer.moe is None else layer.moe.config.dispatcher
+    return make_dispatcher(name, layer.num_experts, mesh.ep)
+
+
+def _spread(
+    layer: ExpertLayer, dispatcher: TokenDispatcher, mesh: ExpertMesh, options: WalkOptions
+) -> None:
     """Cut the experts of a layer, and let them get their tokens from all ranks of the ep axis."""
     cut_over_ep(layer.weights, mesh.ep)
     local = LocalExperts(
@@ -126,8 +134,6 @@ def _spread(layer: ExpertLayer, mesh: ExpertMesh, options: WalkOptions) -> None:
     # Recomputes take the layout of the dispatch from their forward in any case.
     vars(layer.holder)["checkpoint_context"] = replay_contexts
     moe = layer.moe
-    name = "auto" if moe is None else moe.config.dispatcher
-    dispatcher = make_dispatcher(name, layer.num_experts, mesh.ep)
     if moe is not None:
         moe.set_dispatcher(dispatcher)
         moe.gate.replay_routing = options.config.ignore_router_for_ac

@@ -216,6 +216,12 @@ class _FollowDecisions(TorchDispatchMode):
                 "What activation_checkpointing='selective' keeps is given to one backward; use "
                 "'full' for retain_graph=True and a second one"
             )
+        if isinstance(error[1], RuntimeError) and "has been mutated" in str(error[1]):
+            error[1].add_note(
+                "The model writes in place to what activation_checkpointing='selective' keeps (the "
+                "outputs of attention, top-k and matrix products); use 'full', or run that code "
+                "under shardwalk.parallelizer_core.not_kept()"
+            )
         return super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
