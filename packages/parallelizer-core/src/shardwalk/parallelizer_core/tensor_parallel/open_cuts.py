@@ -32,6 +32,7 @@ def refuse_open_cuts(model: nn.Module, plan: Plan) -> None:
     Raises:
         ValueError: names the modules that are cut and those that are missing.
     """
+    plan = _under_every_name(model, plan)
     cuts = _Cuts(model, plan)
     _refuse_partial_layers(model, plan, cuts)
     for path in cuts.inside(cuts.columns):
@@ -47,6 +48,18 @@ def refuse_open_cuts(model: nn.Module, plan: Plan) -> None:
                 f"the tensor-parallel plan cuts {path} along its input features, and no column-cut "
                 f"layer in its block makes them; add the layers before it as ColumnParallel()"
             )
+
+
+def _under_every_name(model: nn.Module, plan: Plan) -> Plan:
+    """`plan`, in which a layer that stands in several modules is planned in each of them."""
+    first = {module: path for path, module in model.named_modules()}
+    every = {
+        _join(path, name): plan[first[child]]
+        for module, path in first.items()
+        for name, child in module.named_children()
+        if first[child] in plan
+    }
+    return {**every, **plan}
 
 
 def _refuse_partial_layers(model: nn.Module, plan: Plan, cuts: _Cuts) -> None:
@@ -80,12 +93,11 @@ class _Cuts:
     """The linear layers that a plan cuts, and whatever else may split or join features."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        modules = dict(model.named_modules())
         self.columns: list[str] = []
         self.rows: list[str] = []
         self.others: list[str] = []
         for path, styles in plan.items():
-            module = modules[path]
+            module = model.get_submodule(path)
             if any(leaves_split_features(style, module) for style in styles):
                 self.columns.append(path)
             if any(takes_split_features(style, module) for style in styles):
