@@ -25,14 +25,14 @@ def untied_trainable_tables(model: nn.Module) -> Iterator[tuple[nn.Module, bool]
 
 
 def _input_tables(model: nn.Module) -> list[nn.Module]:
-    named = _named_table(model, "get_input_embeddings")
+    named = named_table(model, "get_input_embeddings")
     if named is not None:
         return [named]
     return [module for module in _outside_units(model) if isinstance(module, nn.Embedding)]
 
 
 def _output_heads(model: nn.Module, inputs: Sequence[nn.Module]) -> list[nn.Module]:
-    named = _named_table(model, "get_output_embeddings")
+    named = named_table(model, "get_output_embeddings")
     if named is not None:
         return [named]
     rows = {table.num_embeddings for table in inputs if isinstance(table, nn.Embedding)}
@@ -43,7 +43,7 @@ def _output_heads(model: nn.Module, inputs: Sequence[nn.Module]) -> list[nn.Modu
     ]
 
 
-def _named_table(model: nn.Module, getter: str) -> nn.Module | None:
+def named_table(model: nn.Module, getter: str) -> nn.Module | None:
     """What the model itself calls its table: the others it may read without calling them."""
     try:
         named = getattr(model, getter)()

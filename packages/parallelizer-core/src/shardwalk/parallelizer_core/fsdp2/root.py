@@ -52,7 +52,7 @@ def _after_forward(mp_policy: MixedPrecisionPolicy) -> Any:
 
 def _leads_to_a_backward(output: Any) -> bool:
     """Whether gradients may flow back: not where they are disabled, nor if all is frozen."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in _tensors([output]))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in([output]))
 
 
 def _explain_late_parameters(error: BaseException, root: nn.Module) -> None:
@@ -75,7 +75,7 @@ def _explain_dtype_error(
         or not isinstance(error, RuntimeError)
     ):
         return
-    others = {t.dtype for t in _tensors([*args, *kwargs.values()]) if t.is_floating_point()}
+    others = {t.dtype for t in tensors_in([*args, *kwargs.values()]) if t.is_floating_point()}
     others.discard(policy.param_dtype)
     if others:
         given = ", ".join(sorted(str(dtype) for dtype in others))
@@ -87,11 +87,12 @@ def _explain_dtype_error(
         )
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Every tensor in `values`, through dicts, lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
+            yield from tensors_in(value.values())
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwalk.parallelizer_core.fsdp2.root import tensors_in
 from shardwalk.parallelizer_core.start_values import fingerprint
 
 
@@ -22,7 +22,11 @@ def check_first_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()
-        own = [fingerprint(tensor.detach()) for tensor in _tensors([*args, *kwargs.values()])]
+        own = [
+            fingerprint(tensor.detach())
+            for tensor in tensors_in([*args, *kwargs.values()])
+            if not isinstance(tensor, DTensor)
+        ]
         rows: list[Any] = [None] * mesh.size()
         dist.all_gather_object(rows, own, group=mesh.get_group())
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
@@ -34,13 +38,3 @@ def check_first_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
             )
 
     handle = model.register_forward_pre_hook(check, with_kwargs=True)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

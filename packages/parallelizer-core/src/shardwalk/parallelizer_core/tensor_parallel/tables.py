@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardwalk.parallelizer_core.fsdp2.embeddings import named_table
 from shardwalk.parallelizer_core.tensor_parallel.shared_inputs import hands_input_to_parent_class
 from shardwalk.parallelizer_core.tensor_parallel.styles import ColumnParallel, VocabularyParallel
 
@@ -41,8 +42,8 @@ def _style(module: nn.Module) -> ParallelStyle:
 
 
 def _named_pair(model: nn.Module) -> tuple[nn.Embedding, nn.Linear] | None:
-    table = _call(model, "get_input_embeddings")
-    head = _call(model, "get_output_embeddings")
+    table = named_table(model, "get_input_embeddings")
+    head = named_table(model, "get_output_embeddings")
     return (table, head) if _is_pair(table, head) else None  # type: ignore[return-value]
 
 
@@ -56,13 +57,6 @@ def _matching_pair(outside: Mapping[str, nn.Module]) -> tuple[nn.Embedding, nn.L
     ]
     weights = {(table.weight, head.weight) for table, head in pairs}
     return pairs[0] if len(weights) == 1 else None
-
-
-def _call(model: nn.Module, getter: str) -> object:
-    try:
-        return getattr(model, getter)()
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _is_pair(table: object, head: object) -> bool:
