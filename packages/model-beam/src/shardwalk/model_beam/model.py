@@ -1,0 +1,264 @@
+"""The Beam decoder with its head, for training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwalk.model_beam.config import BeamConfig, moe_config
+from shardwalk.model_beam.inputs import Rows, check_source
+from shardwalk.model_beam.layers import BeamAttention, Block, RMSNorm
+from shardwalk.model_beam.parallelization import PARALLELIZER
+from shardwalk.model_beam.state_dict import BeamStateDictAdapter
+from shardwalk.moe_ep import Gate, GroupedExperts
+from shardwalk.moe_ep.config import DispatcherName
+from shardwalk.parallelizer_core import ModelParallelizer, StateDictAdapter
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamOutput:
+    """What a forward gives.
+
+    Attributes:
+        logits: [B, S, V] (or of the positions that were asked for); fp32 with a soft cap.
+        loss: fp32 scalar, with labels.
+        hidden_states: with `output_hidden_states`, the input of each block and the normed output
+            of the last, each [B, S, H].
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamModelOutput:
+    """What the model without its head gives.
+
+    Attributes:
+        last: hidden states after the last norm, [B, S, H].
+        rows: where the tokens are.
+        hidden_states: as in `BeamOutput`.
+    """
+
+    last: Tensor
+    rows: Rows
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class BeamModel(nn.Module):
+    """Embeddings, blocks and the last norm; see `BeamForCausalLM`."""
+
+    def __init__(
+        self,
+        config: BeamConfig,
+        *,
+        bias_update_speed: float = 0.0,
+        dispatcher: DispatcherName = "auto",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        moe = moe_config(config, bias_update_speed=bias_update_speed, dispatcher=dispatcher)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        )
+        self.layers: nn.ModuleList | nn.ModuleDict = nn.ModuleList(
+            Block(config, index, moe if kind == "sparse" else None)
+            for index, kind in enumerate(config.mlp_layer_types)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        output_hidden_states: bool = False,
+    ) -> BeamModelOutput:
+        """Run the blocks; the arguments are those of `BeamForCausalLM`."""
+        check_source(input_ids, inputs_embeds)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        rows = Rows.of(
+            x,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            sequence_ids=sequence_ids,
+        )
+        blocks, states = self.blocks, []
+        kinds = dict.fromkeys(block.layer_type for block in blocks)
+        arguments = {kind: rows.for_layer(self.config, kind) for kind in kinds}
+        for block in blocks:
+            states.append(x)
+            x = block(x, **arguments[block.layer_type])
+        x = self.norm(x)
+        return BeamModelOutput(
+            last=x, rows=rows, hidden_states=(*states, x) if output_hidden_states else None
+        )
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks in their order, whether a list or a dict holds them."""
+        layers = self.layers
+        held = layers.values() if isinstance(layers, nn.ModuleDict) else layers
+        return [cast(Block, block) for block in held]
+
+
+class BeamForCausalLM(nn.Module):
+    """The Beam language model, with the module tree and names of its published checkpoints.
+
+    Args:
+        config: sizes and rules.
+        bias_update_speed: what an update adds to or takes from each router's correction bias
+            (`shardwalk.moe_ep.attach_router_bias_update`); 0 leaves them.
+        dispatcher: how tokens reach experts on other ranks.
+
+    Raises:
+        ValueError: ``config.output_router_logits``, which this model does not give.
+    """
+
+    parallelizer: ClassVar[ModelParallelizer] = PARALLELIZER
+    state_dict_adapter: ClassVar[StateDictAdapter] = BeamStateDictAdapter()
+
+    def __init__(
+        self,
+        config: BeamConfig,
+        *,
+        bias_update_speed: float = 0.0,
+        dispatcher: DispatcherName = "auto",
+    ) -> None:
+        super().__init__()
+        if config.output_router_logits:
+            raise ValueError(
+                "output_router_logits=True: this model returns no router logits; set it to False, "
+                "and use shardwalk.moe_ep.expert_load_report or record_routes to see the routers"
+            )
+        self.config = config
+        self.model = BeamModel(
+            config, bias_update_speed=bias_update_speed, dispatcher=dispatcher
+        )
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        for module in self.modules():
+            self._init_weights(module)
+
+    @property
+    def _keep_in_fp32_modules_strict(self) -> list[str]:
+        return ["e_score_correction_bias", "mlp.gate.weight"] if self._has_experts() else []
+
+    def _has_experts(self) -> bool:
+        return any(block.is_sparse for block in self.model.blocks)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of tokens."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head."""
+        return self.lm_head
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw a module's own weights, N(0, initializer_range); norms are 1, biases 0."""
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Embedding | Gate):
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear | Gate) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            nn.init.zeros_(module.weight[module.padding_idx])
+        if isinstance(module, Gate) and module.e_score_correction_bias is not None:
+            nn.init.zeros_(module.e_score_correction_bias)
+        if isinstance(module, GroupedExperts):
+            for weight in module.parameters(recurse=False):
+                nn.init.normal_(weight, std=std)
+        if isinstance(module, BeamAttention):
+            nn.init.zeros_(module.gate_bias)
+        if isinstance(module, RMSNorm):
+            module.reset_parameters()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool = False,
+    ) -> BeamOutput:
+        """Logits of the next token, and the loss of labels.
+
+        Several sequences may be packed into a row, none of which sees another: give `sequence_ids`,
+        or `position_ids` that start anew (without an `attention_mask`).
+
+        Args:
+            input_ids: int64 [B, S], or packed [S].
+            attention_mask: bool or 0 and 1, [B, S]; 0 is padding, which nobody sees and no expert
+                gets. Its own logits mean nothing.
+            position_ids: int64 [B, S] (or [1, S]); None counts from 0 in each sequence.
+            inputs_embeds: floating point [B, S, H] instead of `input_ids`.
+            sequence_ids: int64 [B, S]; neighbours with the same number are one sequence.
+            labels: int64 [B, S], the tokens themselves (position i is predicted by i - 1); -100 is
+                no target, and neither is the first token of a sequence nor padding. The loss is
+                the mean over targets, and 0 without any.
+            logits_to_keep: the last so many positions, or the indices of some; 0 is all.
+            output_hidden_states: whether to return those too.
+
+        Raises:
+            ValueError: arguments whose shapes do not fit each other, or that exclude each other.
+        """
+        is_packed_list = input_ids is not None and input_ids.ndim == 1
+        if is_packed_list:
+            input_ids, attention_mask, position_ids, sequence_ids, labels = (
+                None if given is None else given.unsqueeze(0) if given.ndim == 1 else given
+                for given in (input_ids, attention_mask, position_ids, sequence_ids, labels)
+            )
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError("labels need the logits of all positions; leave logits_to_keep at 0")
+        found: BeamModelOutput = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds=inputs_embeds,
+            sequence_ids=sequence_ids,
+            output_hidden_states=output_hidden_states,
+        )
+        logits = self._logits(kept_positions(found.last, logits_to_keep))
+        loss = None if labels is None else _loss(logits, found.rows.targets(labels, IGNORED_LABEL))
+        if is_packed_list:
+            logits = logits.squeeze(0)
+        return BeamOutput(logits=logits, loss=loss, hidden_states=found.hidden_states)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(hidden)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
+
+
+def kept_positions(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """The hidden states [B, kept, H] of the last positions, or of those with these indices."""
+    if isinstance(logits_to_keep, Tensor):
+        return hidden[:, logits_to_keep]
+    return hidden[:, -logits_to_keep:] if logits_to_keep else hidden
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    total = F.cross_entropy(
+        logits.flatten(0, -2).float(),
+        targets.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+    )
+    return total / (targets != IGNORED_LABEL).sum().clamp(min=1)
