@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from shardwalk.model_beam.config import BeamConfig, moe_config
 from shardwalk.model_beam.inputs import Rows, check_source
 from shardwalk.model_beam.layers import BeamAttention, Block, RMSNorm
 from shardwalk.model_beam.parallelization import PARALLELIZER
+from shardwalk.model_beam.pretrained import load_pretrained, model_on_meta, save_pretrained
 from shardwalk.model_beam.state_dict import BeamStateDictAdapter
 from shardwalk.moe_ep import Gate, GroupedExperts
 from shardwalk.moe_ep.config import DispatcherName
@@ -142,14 +144,30 @@ class BeamForCausalLM(nn.Module):
                 "and use shardwalk.moe_ep.expert_load_report or record_routes to see the routers"
             )
         self.config = config
-        self.model = BeamModel(
-            config, bias_update_speed=bias_update_speed, dispatcher=dispatcher
-        )
+        self.model = BeamModel(config, bias_update_speed=bias_update_speed, dispatcher=dispatcher)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         for module in self.modules():
             self._init_weights(module)
+
+    @classmethod
+    def on_meta(
+        cls, config: BeamConfig | str | Path, *, dtype: torch.dtype | None = None, **options: Any
+    ) -> Self:
+        """A model without memory yet, in that storage dtype; see `pretrained.model_on_meta`."""
+        return model_on_meta(cls, config, dtype=dtype, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, dtype: torch.dtype | None = None, **options: Any
+    ) -> Self:
+        """The whole model of a folder of files; see `pretrained.load_pretrained`."""
+        return load_pretrained(cls, folder, dtype=dtype, **options)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Write files as transformers loads them, with all ranks; see `pretrained`."""
+        save_pretrained(self, folder, **options)
 
     @property
     def _keep_in_fp32_modules_strict(self) -> list[str]:
