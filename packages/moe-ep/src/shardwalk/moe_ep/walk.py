@@ -66,8 +66,7 @@ def parallelize_experts(
             reshard_after_forward=options.dense["reshard_after_forward"],
         )
     assert mesh_context.device_mesh is not None
-    holders = list(dict.fromkeys(layer.holder for layer in layers))
-    sidecar = shard_around_experts(sidecar, holders, wraps_outer=options.config.wrap_outer_model)
+    sidecar = shard_around_experts(sidecar, wraps_outer=options.config.wrap_outer_model)
     return sidecar._apply(model, mesh_context.device_mesh, **arguments)
 
 
