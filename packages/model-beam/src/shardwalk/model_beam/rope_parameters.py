@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +31,7 @@ _DYNAMIC_HEAD = 4  # its exponent divides by the width of a head less 2
 
 def with_rope_types(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
     """A copy in which every rotation has its ``rope_type``: the older ``type``, or "default"."""
-    copied = dict(copy.deepcopy(rope_parameters))
+    copied = dict(rope_parameters)
     for layer_type, entry in copied.items():
         if isinstance(entry, Mapping):
             copied[layer_type] = {"rope_type": entry.get("type", "default"), **entry}
