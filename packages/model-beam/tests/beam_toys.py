@@ -125,8 +125,8 @@ def oracle_of(
     Only parameters outside the router are cast: `.to(dtype)` on it would round the router and the
     rotary frequencies too.
     """
-    from transformers import BeamConfig as OracleConfig  # noqa: PLC0415
-    from transformers import BeamForCausalLM as OracleBeam  # noqa: PLC0415
+    from transformers import BeamConfig as OracleConfig
+    from transformers import BeamForCausalLM as OracleBeam
 
     config = OracleConfig(**{k: v for k, v in ours.config.to_dict().items() if k != "model_type"})
     config._attn_implementation = attention

@@ -1,6 +1,7 @@
 """The Beam decoder, sharded with the numbers of one process."""
 
 from shardwalk.model_beam.config import BeamConfig
-from shardwalk.model_beam.model import BeamForCausalLM, BeamModel, BeamOutput
+from shardwalk.model_beam.model import BeamForCausalLM, BeamModel
+from shardwalk.model_beam.outputs import BeamOutput
 
 __all__ = ["BeamConfig", "BeamForCausalLM", "BeamModel", "BeamOutput"]

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwalk.model_beam.config import BeamConfig, moe_config
+from shardwalk.model_beam.config import BeamConfig
 from shardwalk.model_beam.rotary import RotaryTable, rotate
 from shardwalk.moe_ep import MoE, MoEConfig
-from shardwalk.moe_ep.experts import activation_of
 
 
 class RMSNorm(nn.Module):
@@ -103,22 +102,35 @@ class BeamAttention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         if query_scale is not None:
             q = (q * query_scale[:, None, :, None]).to(q.dtype)
-        mixed = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None,
-            enable_gqa=True,
-        )
+        mixed = _attend(q, k, v, mask, self.dropout if self.training else 0.0)
         gate = self._heads(self.gate_proj(x)) + self.gate_bias[:, None]
         gated = mixed.transpose(1, 2) * torch.sigmoid(gate)
         out: Tensor = self.o_proj(gated.flatten(-2))
         return out
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim))
+        heads: Tensor = projected.unflatten(-1, (-1, self.head_dim))
+        return heads
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Queries [B, heads, S, D] over keys and values of as many heads or fewer, causal or masked.
+
+    On GPUs the flash kernel shares heads and takes no mask, and the memory-efficient one takes a
+    mask and shares no heads; for both at once torch may fall back to holding all scores.
+    """
+    is_causal = mask is None
+    if not is_causal:
+        k, v = (_for_each_query_head(heads, q.shape[1]) for heads in (k, v))
+    mixed: Tensor = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=is_causal
+    )
+    return mixed
+
+
+def _for_each_query_head(shared: Tensor, heads: int) -> Tensor:
+    group = heads // shared.shape[1]
+    return shared[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) if group > 1 else shared
 
 
 class BeamMLP(nn.Module):
@@ -131,7 +143,7 @@ class BeamMLP(nn.Module):
     def __init__(self, config: BeamConfig) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.activation = activation_of(moe_config(config))
+        self.activation = config.gated_activation
         self.gate_proj = nn.Linear(hidden, inner, bias=False)
         self.up_proj = nn.Linear(hidden, inner, bias=False)
         self.down_proj = nn.Linear(inner, hidden, bias=False)
@@ -167,6 +179,7 @@ class Block(nn.Module):
 
     Attributes:
         layer_type: "sliding_attention" or "full_attention".
+        is_sparse: whether it has experts.
         compute_dtype: None, or what hidden states are cast to, and nothing else that comes in: set
             where the unit around the block casts no inputs.
 
@@ -181,6 +194,7 @@ class Block(nn.Module):
         self.index = index
         self.layer_type = config.layer_types[index]
         self.compute_dtype: torch.dtype | None = None
+        self.is_sparse = moe is not None
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn = BeamAttention(config)
@@ -192,11 +206,6 @@ class Block(nn.Module):
             else BeamMoE(moe, routed_scaling_factor=config.routed_scaling_factor)
         )
         self.post_feedforward_layernorm = RMSNorm(hidden, eps)
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether it has experts."""
-        return isinstance(self.mlp, MoE)
 
     def forward(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -11,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwalk.model_beam.config import BeamConfig, moe_config
-from shardwalk.model_beam.inputs import Rows, check_source
+from shardwalk.model_beam.inputs import Rows, check_kept, check_source
 from shardwalk.model_beam.layers import BeamAttention, Block, RMSNorm
+from shardwalk.model_beam.outputs import BeamModelOutput, BeamOutput
 from shardwalk.model_beam.parallelization import PARALLELIZER
 from shardwalk.model_beam.pretrained import load_pretrained, model_on_meta, save_pretrained
 from shardwalk.model_beam.state_dict import BeamStateDictAdapter
@@ -21,37 +21,6 @@ from shardwalk.moe_ep.config import DispatcherName
 from shardwalk.parallelizer_core import ModelParallelizer, StateDictAdapter
 
 IGNORED_LABEL = -100
-
-
-@dataclass(frozen=True, kw_only=True)
-class BeamOutput:
-    """What a forward gives.
-
-    Attributes:
-        logits: [B, S, V] (or of the positions that were asked for); fp32 with a soft cap.
-        loss: fp32 scalar, with labels.
-        hidden_states: with `output_hidden_states`, the input of each block and the normed output
-            of the last, each [B, S, H].
-    """
-
-    logits: Tensor
-    loss: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class BeamModelOutput:
-    """What the model without its head gives.
-
-    Attributes:
-        last: hidden states after the last norm, [B, S, H].
-        rows: where the tokens are.
-        hidden_states: as in `BeamOutput`.
-    """
-
-    last: Tensor
-    rows: Rows
-    hidden_states: tuple[Tensor, ...] | None = None
 
 
 class BeamModel(nn.Module):
@@ -66,7 +35,11 @@ class BeamModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        moe = moe_config(config, bias_update_speed=bias_update_speed, dispatcher=dispatcher)
+        moe = (
+            moe_config(config, bias_update_speed=bias_update_speed, dispatcher=dispatcher)
+            if config.has_sparse_layers
+            else None
+        )
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
@@ -99,7 +72,8 @@ class BeamModel(nn.Module):
         kinds = dict.fromkeys(block.layer_type for block in blocks)
         arguments = {kind: rows.for_layer(self.config, kind) for kind in kinds}
         for block in blocks:
-            states.append(x)
+            if output_hidden_states:
+                states.append(x)
             x = block(x, **arguments[block.layer_type])
         x = self.norm(x)
         return BeamModelOutput(
@@ -124,7 +98,8 @@ class BeamForCausalLM(nn.Module):
         dispatcher: how tokens reach experts on other ranks.
 
     Raises:
-        ValueError: ``config.output_router_logits``, which this model does not give.
+        ValueError: ``config.output_router_logits``, which this model does not give, and options of
+            experts without a layer of experts.
     """
 
     parallelizer: ClassVar[ModelParallelizer] = PARALLELIZER
@@ -138,11 +113,7 @@ class BeamForCausalLM(nn.Module):
         dispatcher: DispatcherName = "auto",
     ) -> None:
         super().__init__()
-        if config.output_router_logits:
-            raise ValueError(
-                "output_router_logits=True: this model returns no router logits; set it to False, "
-                "and use shardwalk.moe_ep.expert_load_report or record_routes to see the routers"
-            )
+        _check_options(config, bias_update_speed, dispatcher)
         self.config = config
         self.model = BeamModel(config, bias_update_speed=bias_update_speed, dispatcher=dispatcher)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -188,6 +159,8 @@ class BeamForCausalLM(nn.Module):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw a module's own weights, N(0, initializer_range); norms are 1, biases 0."""
         std = self.config.initializer_range
+        if self.config.tie_word_embeddings and module is self.lm_head:
+            return  # it is the embedding, whose row for padding is 0
         if isinstance(module, nn.Linear | nn.Embedding | Gate):
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear | Gate) and module.bias is not None:
@@ -237,14 +210,13 @@ class BeamForCausalLM(nn.Module):
         Raises:
             ValueError: arguments whose shapes do not fit each other, or that exclude each other.
         """
-        is_packed_list = input_ids is not None and input_ids.ndim == 1
-        if is_packed_list:
+        check_kept(logits_to_keep, labels)
+        is_flat = input_ids is not None and input_ids.ndim == 1
+        if is_flat:
             input_ids, attention_mask, position_ids, sequence_ids, labels = (
-                None if given is None else given.unsqueeze(0) if given.ndim == 1 else given
+                given.unsqueeze(0) if given is not None and given.ndim == 1 else given
                 for given in (input_ids, attention_mask, position_ids, sequence_ids, labels)
             )
-        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            raise ValueError("labels need the logits of all positions; leave logits_to_keep at 0")
         found: BeamModelOutput = self.model(
             input_ids,
             attention_mask,
@@ -255,14 +227,33 @@ class BeamForCausalLM(nn.Module):
         )
         logits = self._logits(kept_positions(found.last, logits_to_keep))
         loss = None if labels is None else _loss(logits, found.rows.targets(labels, IGNORED_LABEL))
-        if is_packed_list:
+        states = found.hidden_states
+        if is_flat:
             logits = logits.squeeze(0)
-        return BeamOutput(logits=logits, loss=loss, hidden_states=found.hidden_states)
+            states = None if states is None else tuple(state.squeeze(0) for state in states)
+        return BeamOutput(logits=logits, loss=loss, hidden_states=states)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
+        return logits if cap is None else torch.tanh(_wide(logits) / cap) * cap
+
+
+def _check_options(
+    config: BeamConfig, bias_update_speed: float, dispatcher: DispatcherName
+) -> None:
+    if config.output_router_logits:
+        raise ValueError(
+            "output_router_logits=True: this model returns no router logits; set it to False, "
+            "and use shardwalk.moe_ep.expert_load_report or record_routes to see the routers"
+        )
+    given = {"bias_update_speed": bias_update_speed or None, "dispatcher": dispatcher}
+    for name, value in given.items():
+        if not config.has_sparse_layers and value not in {None, "auto"}:
+            raise ValueError(
+                f"{name}={value!r} has no effect, since mlp_layer_types holds no sparse layer; "
+                f"leave it out, or make a layer sparse"
+            )
 
 
 def kept_positions(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
@@ -274,9 +265,13 @@ def kept_positions(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     total = F.cross_entropy(
-        logits.flatten(0, -2).float(),
+        _wide(logits).flatten(0, -2),
         targets.flatten(),
         ignore_index=IGNORED_LABEL,
         reduction="sum",
     )
     return total / (targets != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
