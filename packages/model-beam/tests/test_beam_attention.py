@@ -161,7 +161,7 @@ def test_packed_sequences_with_padding_around_them_are_each_alone(by):
         ids += [torch.full((gap,), 5), sequence]
         mask += [torch.zeros(gap), torch.ones(len(sequence))]
         numbers += [torch.full((gap,), 0), torch.full((len(sequence),), number + 1)]
-        positions += [torch.full((gap,), -1), torch.arange(len(sequence))]
+        positions += [torch.full((gap,), -9999), torch.arange(len(sequence))]
     row = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     row[by] = numbers if by == "sequence_ids" else positions
     found = model(**{name: torch.cat(parts).long()[None] for name, parts in row.items()})
@@ -230,10 +230,12 @@ def test_attention_is_dropped_in_training_only():
     ids = token_ids(2, 12)
     plain = tiny_beam()
     model = tiny_beam(attention_dropout=0.5)
-    with torch.no_grad():
-        assert not torch.equal(model(ids).logits, model(ids).logits)
-        model.eval()
-        assert torch.equal(model(ids).logits, plain(ids).logits)
+    once, again = model(ids, labels=ids), model(ids, labels=ids)
+    assert not torch.equal(once.logits, again.logits)
+    once.loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    model.eval()
+    assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
 def test_shared_keys_are_those_of_each_query_head_spelled_out():

@@ -69,6 +69,8 @@ class Rows:
         if position_ids is None:
             everything = torch.ones(shape, dtype=torch.bool, device=embeddings.device)
             position_ids = positions_in(sequence_ids, everything if is_token is None else is_token)
+        elif is_token is not None:
+            position_ids = position_ids.masked_fill(~is_token, 0)  # padding may be anywhere
         return cls(position_ids=position_ids, is_token=is_token, sequence_ids=sequence_ids)
 
     def for_layer(self, config: BeamConfig, layer_type: str) -> dict[str, Any]:

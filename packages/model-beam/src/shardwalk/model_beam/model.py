@@ -192,22 +192,25 @@ class BeamForCausalLM(nn.Module):
         """Logits of the next token, and the loss of labels.
 
         Several sequences may be packed into a row, none of which sees another: give `sequence_ids`,
-        or `position_ids` that start anew (without an `attention_mask`).
+        or `position_ids` that start anew.
 
         Args:
-            input_ids: int64 [B, S], or packed [S].
-            attention_mask: bool or 0 and 1, [B, S]; 0 is padding, which nobody sees and no expert
+            input_ids: int64 or int32 [B, S], or one row as [S]; then all else may be [S] too, and
+                what comes back has no dimension of rows.
+            attention_mask: bool or integers [B, S]; 0 is padding, which nobody sees and no expert
                 gets. Its own logits mean nothing.
-            position_ids: int64 [B, S] (or [1, S]); None counts from 0 in each sequence.
+            position_ids: integers [B, S] or [1, S]; None counts tokens from 0 in each sequence,
+                without padding.
             inputs_embeds: floating point [B, S, H] instead of `input_ids`.
-            sequence_ids: int64 [B, S]; neighbours with the same number are one sequence.
-            labels: int64 [B, S], the tokens themselves (position i is predicted by i - 1); -100 is
-                no target, and neither is the first token of a sequence nor padding. The loss is
+            sequence_ids: integers [B, S]; neighbours with the same number are one sequence.
+            labels: integers [B, S], the tokens themselves (position i is predicted by i - 1); -100
+                is no target, and neither is the first token of a sequence nor padding. The loss is
                 the mean over targets, and 0 without any.
             logits_to_keep: the last so many positions, or the indices of some; 0 is all.
             output_hidden_states: whether to return those too.
 
         Raises:
+            TypeError: an argument of another dtype.
             ValueError: arguments whose shapes do not fit each other, or that exclude each other.
         """
         check_kept(logits_to_keep, labels)
