@@ -120,9 +120,10 @@ def _stored_dtype(config: BeamConfig) -> torch.dtype:
     named = [config.extra[key] for key in _DTYPE_KEYS if config.extra.get(key) is not None]
     if not named:
         return torch.float32
-    if named[0] not in _DTYPES:
-        raise ValueError(f"dtype={named[0]!r} in the config must be one of {list(_DTYPES)}")
-    return _DTYPES[named[0]]
+    name = str(named[0])
+    if name not in _DTYPES:
+        raise ValueError(f"dtype={name!r} in the config must be one of {list(_DTYPES)}")
+    return _DTYPES[name]
 
 
 def _checked(dtype: object) -> torch.dtype:
