@@ -71,6 +71,19 @@ def test_a_query_sees_exactly_its_window(window):
     assert seen[0, 0].triu(1).sum() == 0
 
 
+def test_padding_is_seen_by_itself_alone():
+    """A row of a mask without any key gives NaN in some kernels."""
+    is_token = torch.tensor([[False, True, True, False, True]])
+    seen = visible_keys(5, window=3, is_token=is_token)[0, 0].int()
+    assert seen.tolist() == [
+        [1, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 1, 1, 1, 0],
+        [0, 0, 1, 0, 1],
+    ]
+
+
 def test_a_sliding_layer_feels_the_last_key_of_its_window_and_none_before():
     model = tiny_beam(num_hidden_layers=1, layer_types=[SLIDING], mlp_layer_types=["dense"],
                       sliding_window=5)  # fmt: skip
