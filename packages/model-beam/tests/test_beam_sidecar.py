@@ -184,6 +184,21 @@ def test_what_stands_below_the_names_given_computes_in_fp32(frozen: str | None) 
     assert dtypes == [torch.bfloat16] * 6
 
 
+class WithPinnedOutputs(BeamForCausalLM):
+    @property
+    def _keep_in_fp32_modules_strict(self) -> list[str]:
+        return ["self_attn.o_proj.weight"]
+
+
+def size_of_unit(name: str) -> int:
+    found = describe_units(sharded(WithPinnedOutputs, built={"attention_bias": True}))
+    return {unit.name: unit.parameters for unit in found}[name]
+
+
+def test_the_names_are_those_that_the_model_pins_with_all_that_their_modules_hold() -> None:
+    assert run_on_ranks(2, size_of_unit, "model.layers.2.self_attn.o_proj")[0] == 64 * 64 + 64
+
+
 def embeddings_in_fp32(cast: bool) -> list[Any]:
     """A model that is called with fp32 embeddings, which no unit above the blocks casts."""
     model = sharded(mp_policy={**BF16, "cast_forward_inputs": cast})
