@@ -108,3 +108,18 @@ def test_hidden_states_are_those_of_transformers():
     for mine, other in zip(got.hidden_states, wanted.hidden_states, strict=True):
         torch.testing.assert_close(mine, other, atol=5e-6, rtol=1e-5)
     assert ours(token_ids(2, 24)).hidden_states is None
+
+
+def test_experts_of_dropped_groups_are_never_chosen():
+    """Neither when all that may be chosen scores below 0, nor when the best expert is dropped."""
+    oracle, ours = oracle_pair()
+    shift = torch.full((8,), -2.0)
+    shift[:2] += torch.tensor([0.6, -1.5])  # the best expert, in the worst group
+    with torch.no_grad():
+        for model in (oracle, ours):
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer += shift
+    with torch.no_grad():
+        wanted, got = run_both(oracle, ours, input_ids=token_ids())
+    torch.testing.assert_close(got.logits, wanted.logits, **LOGITS)
