@@ -42,7 +42,8 @@ class _Request:
 
     def plain(self) -> Tensor:
         """The frequencies before any stretching, float32 [D / 2]."""
-        return 1.0 / (self.parameters["rope_theta"] ** self.exponents())
+        frequencies: Tensor = 1.0 / (self.parameters["rope_theta"] ** self.exponents())
+        return frequencies
 
 
 def frequencies(
