@@ -26,6 +26,8 @@ IGNORED_LABEL = -100
 class BeamModel(nn.Module):
     """Embeddings, blocks and the last norm; see `BeamForCausalLM`."""
 
+    parallelizer: ClassVar[ModelParallelizer] = PARALLELIZER
+
     def __init__(
         self,
         config: BeamConfig,
