@@ -289,7 +289,10 @@ def test_without_a_rotation_heads_may_be_odd_and_without_a_window_it_may_be_none
 
 
 def test_the_file_must_hold_an_object(tmp_path):
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match=r"give a local folder that holds config\.json"):
+        BeamConfig.from_pretrained("someone/beam-501b")
+    (tmp_path / "config.json").write_text("{oops")
+    with pytest.raises(ValueError, match=r"config\.json is no JSON file: Expecting"):
         BeamConfig.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="holds list; it must be a JSON object"):

@@ -8,10 +8,11 @@ import re
 
 import pytest
 import torch
-from beam_toys import FULL, SLIDING, beam_config, tiny_beam, token_ids
+from beam_toys import FULL, SLIDING, T6, beam_config, tiny_beam, token_ids
 from torch import nn
 
-from shardwalk.model_beam import BeamForCausalLM
+from shardwalk.model_beam import BeamConfig, BeamForCausalLM
+from shardwalk.model_beam.model import BeamModel
 from shardwalk.moe_ep import Gate, GroupedExperts
 from shardwalk.parallelizer_core import materialize
 from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
@@ -220,6 +221,10 @@ def test_the_router_is_pinned_where_there_is_one():
         ({"input_ids": IDS[None]}, ValueError, "input_ids has shape [1, 2, 12]"),
         ({"inputs_embeds": EMBEDDINGS[0]}, ValueError, "inputs_embeds has shape [12, 64]"),
         ({"inputs_embeds": IDS}, TypeError, "inputs_embeds has dtype torch.int64"),
+        ({"inputs_embeds": EMBEDDINGS[..., 1:]}, ValueError, "[2, 12, 63], and its width must be 64"),
+        ({"inputs_embeds": EMBEDDINGS.half()}, TypeError, "use inputs_embeds.to(torch.float32)"),
+        ({"input_ids": IDS.tolist()}, TypeError, "input_ids must be a tensor, not a list"),
+        ({"input_ids": IDS[0], "labels": [1] * 12}, TypeError, "labels must be a tensor"),
         (
             {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 12, 12)},
             ValueError, "masks over pairs of tokens are not taken",
@@ -244,6 +249,41 @@ def test_arguments_that_do_not_fit_are_refused(given, error, words):
     model = tiny_beam(**SMALL)
     with pytest.raises(error, match=re.escape(words)):
         model(**given)
+
+
+def test_embeddings_of_another_dtype_are_taken_where_something_casts_them():
+    model = tiny_beam(**SMALL)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(inputs_embeds=EMBEDDINGS.bfloat16())
+    for block in model.model.blocks:
+        block.compute_dtype = torch.float32
+    assert model(inputs_embeds=EMBEDDINGS.double()).logits.dtype == torch.float32
+
+
+def test_a_model_without_weights_names_what_gives_it_some():
+    model = BeamForCausalLM.on_meta(beam_config(**SMALL))
+    for given in ({"input_ids": IDS}, {"input_ids": IDS[0]}, {"inputs_embeds": EMBEDDINGS}):
+        with pytest.raises(ValueError, match=r"call materialize\(model, checkpoint=folder\)"):
+            model(**given)
+    dense = on_meta(mlp_layer_types=["dense"] * 3)
+    assert dense(IDS.to("meta")).logits.is_meta
+
+
+def test_what_is_no_configuration_is_refused_with_the_way_to_one(tmp_path):
+    theirs = pytest.importorskip("transformers").BeamConfig(**T6)
+    ways = {
+        r"from_dict\(config.to_dict\(\)\)": theirs, r"from_dict\(config\)": T6,
+        r"from_pretrained\(folder\)": tmp_path, r"BeamConfig\(\.\.\.\)": None,
+    }  # fmt: skip
+    for way, given in ways.items():
+        for make in (BeamForCausalLM, BeamForCausalLM.on_meta, BeamModel):
+            if make == BeamForCausalLM.on_meta and given is tmp_path:
+                continue
+            with pytest.raises(TypeError, match=f"config must be a BeamConfig, not .*{way}"):
+                make(given)
+    assert (
+        BeamConfig.from_dict(theirs.to_dict()).to_dict().items() >= beam_config().to_dict().items()
+    )
 
 
 def test_the_model_without_its_head_takes_rows_only():

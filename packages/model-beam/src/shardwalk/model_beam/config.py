@@ -175,7 +175,15 @@ class BeamConfig:
             TypeError, ValueError: as `from_dict`, and for a file that holds no JSON object.
         """
         path = Path(folder) / CONFIG_NAME
-        values = json.loads(path.read_text(encoding="utf-8"))
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is not there; give a local folder that holds {CONFIG_NAME} (and, where "
+                f"weights are read, safetensors files): names of models on a hub are not looked up"
+            )
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # no JSON, or no UTF-8
+            raise ValueError(f"{path} is no JSON file: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds {type(values).__name__}; it must be a JSON object")
         return cls.from_dict(values)
@@ -216,6 +224,24 @@ class BeamConfig:
     def rope_of(self, layer: int) -> Mapping[str, Any] | None:
         """The rotation of a layer, or None for a layer without one."""
         return self.rope_parameters[self.layer_types[layer]]
+
+
+def checked_config(config: object) -> BeamConfig:
+    """`config`, unless it is no `BeamConfig`.
+
+    Raises:
+        TypeError: names the type and the way to a `BeamConfig`.
+    """
+    if isinstance(config, BeamConfig):
+        return config
+    way_out = "make one with BeamConfig(...)"
+    if isinstance(config, Mapping):
+        way_out = "use BeamConfig.from_dict(config)"
+    elif hasattr(config, "to_dict"):
+        way_out = "use BeamConfig.from_dict(config.to_dict())"
+    elif isinstance(config, str | Path):
+        way_out = "use BeamConfig.from_pretrained(folder)"
+    raise TypeError(f"config must be a BeamConfig, not a {type(config).__name__}; {way_out}")
 
 
 def moe_config(

@@ -127,13 +127,16 @@ class Rows:
         )
 
 
-def check_source(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
-    """Refuse both or neither of tokens and embeddings, and other shapes and dtypes.
+def check_source(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """What is given: refuse both or neither of tokens and embeddings, and other shapes and dtypes.
 
     Raises:
-        TypeError: tokens that are not int32 or int64, embeddings that are not floating point.
+        TypeError: no tensor, tokens that are not int32 or int64, embeddings that are not floating
+            point.
         ValueError: the rest.
     """
+    _check_tensor("input_ids", input_ids)
+    _check_tensor("inputs_embeds", inputs_embeds)
     if (input_ids is None) == (inputs_embeds is None):
         given = "neither is" if input_ids is None else "both are"
         raise ValueError(f"give input_ids or inputs_embeds, one of them; {given} given")
@@ -149,6 +152,50 @@ def check_source(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None
         if inputs_embeds.ndim != 3:
             shape = list(inputs_embeds.shape)
             raise ValueError(f"inputs_embeds has shape {shape} and must have [rows, tokens, width]")
+        return inputs_embeds
+    assert input_ids is not None
+    return input_ids
+
+
+def check_weights(weight: Tensor, given: Tensor) -> None:
+    """Refuse to work with weights that have no memory.
+
+    Raises:
+        ValueError: `weight` is on the meta device, and `given` is not.
+    """
+    if weight.is_meta and not given.is_meta:
+        raise ValueError(
+            "the weights of the model are on the meta device; call materialize(model, "
+            "checkpoint=folder), or with init=, before the model is called"
+        )
+
+
+def check_embeddings(embeddings: Tensor, *, width: int, dtype: torch.dtype | None) -> None:
+    """Refuse embeddings [B, S, H] that the layers cannot take.
+
+    Args:
+        width: H of the model.
+        dtype: of the weights; None where something casts what the layers get.
+
+    Raises:
+        TypeError: for another dtype.
+        ValueError: for another width.
+    """
+    if embeddings.shape[-1] != width:
+        shape = list(embeddings.shape)
+        raise ValueError(f"inputs_embeds has shape {shape}, and its width must be {width}")
+    if dtype is not None and embeddings.dtype != dtype:
+        raise TypeError(
+            f"inputs_embeds has dtype {embeddings.dtype} and the weights have {dtype}, with no "
+            f"precision policy between them; use inputs_embeds.to({dtype})"
+        )
+
+
+def _check_tensor(name: str, given: object) -> None:
+    if given is not None and not isinstance(given, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor, not a {type(given).__name__}; use torch.tensor(...)"
+        )
 
 
 def check_kept(logits_to_keep: int | Tensor, labels: Tensor | None) -> None:
@@ -185,6 +232,7 @@ def _check(
     *,
     may_broadcast: bool = False,
 ) -> None:
+    _check_tensor(name, given)
     if given is None:
         return
     allowed = [shape, (1, shape[1])] if may_broadcast else [shape]

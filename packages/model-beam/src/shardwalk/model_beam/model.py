@@ -9,8 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwalk.model_beam.config import BeamConfig, moe_config
-from shardwalk.model_beam.inputs import Rows, check_kept, check_source
+from shardwalk.model_beam.config import BeamConfig, checked_config, moe_config
+from shardwalk.model_beam.inputs import (
+    Rows,
+    check_embeddings,
+    check_kept,
+    check_source,
+    check_weights,
+)
 from shardwalk.model_beam.layers import BeamAttention, Block, RMSNorm
 from shardwalk.model_beam.outputs import BeamModelOutput, BeamOutput
 from shardwalk.model_beam.parallelization import PARALLELIZER
@@ -36,7 +42,7 @@ class BeamModel(nn.Module):
         dispatcher: DispatcherName = "auto",
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config = checked_config(config)
         moe = (
             moe_config(config, bias_update_speed=bias_update_speed, dispatcher=dispatcher)
             if config.has_sparse_layers
@@ -62,8 +68,7 @@ class BeamModel(nn.Module):
         output_hidden_states: bool = False,
     ) -> BeamModelOutput:
         """Run the blocks; the arguments are those of `BeamForCausalLM`."""
-        check_source(input_ids, inputs_embeds)
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self._embedded(input_ids, inputs_embeds)
         rows = Rows.of(
             x,
             attention_mask=attention_mask,
@@ -81,6 +86,18 @@ class BeamModel(nn.Module):
         return BeamModelOutput(
             last=x, rows=rows, hidden_states=(*states, x) if output_hidden_states else None
         )
+
+    def _embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        given = check_source(input_ids, inputs_embeds)
+        check_weights(self.norm.weight, given)
+        if inputs_embeds is None:
+            embedded: Tensor = self.embed_tokens(given)
+            return embedded
+        casts = any(block.compute_dtype is not None for block in self.blocks)
+        casts |= torch.is_autocast_enabled(given.device.type)
+        dtype = None if casts else self.embed_tokens.weight.dtype
+        check_embeddings(given, width=self.config.hidden_size, dtype=dtype)
+        return given
 
     @property
     def blocks(self) -> list[Block]:
@@ -100,6 +117,7 @@ class BeamForCausalLM(nn.Module):
         dispatcher: how tokens reach experts on other ranks.
 
     Raises:
+        TypeError: `config` is no `BeamConfig`.
         ValueError: ``config.output_router_logits``, which this model does not give, and options of
             experts without a layer of experts.
     """
@@ -115,7 +133,7 @@ class BeamForCausalLM(nn.Module):
         dispatcher: DispatcherName = "auto",
     ) -> None:
         super().__init__()
-        _check_options(config, bias_update_speed, dispatcher)
+        _check_options(checked_config(config), bias_update_speed, dispatcher)
         self.config = config
         self.model = BeamModel(config, bias_update_speed=bias_update_speed, dispatcher=dispatcher)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -200,10 +218,12 @@ class BeamForCausalLM(nn.Module):
             input_ids: int64 or int32 [B, S], or one row as [S]; then all else may be [S] too, and
                 what comes back has no dimension of rows.
             attention_mask: bool or integers [B, S]; 0 is padding, which nobody sees and no expert
-                gets. Its own logits mean nothing.
+                gets. Its own logits mean nothing. Padding between tokens is a place too: the window
+                of a sliding layer counts columns, as that of transformers does.
             position_ids: integers [B, S] or [1, S]; None counts tokens from 0 in each sequence,
                 without padding.
-            inputs_embeds: floating point [B, S, H] instead of `input_ids`.
+            inputs_embeds: floating point [B, S, H] instead of `input_ids`, in the dtype of the
+                weights where neither a precision policy nor autocast casts it.
             sequence_ids: integers [B, S]; neighbours with the same number are one sequence.
             labels: integers [B, S], the tokens themselves (position i is predicted by i - 1); -100
                 is no target, and neither is the first token of a sequence nor padding. The loss is
@@ -212,14 +232,15 @@ class BeamForCausalLM(nn.Module):
             output_hidden_states: whether to return those too.
 
         Raises:
-            TypeError: an argument of another dtype.
-            ValueError: arguments whose shapes do not fit each other, or that exclude each other.
+            TypeError: an argument of another type or dtype.
+            ValueError: arguments whose shapes do not fit each other, or that exclude each other;
+                weights that are on the meta device.
         """
         check_kept(logits_to_keep, labels)
-        is_flat = input_ids is not None and input_ids.ndim == 1
+        is_flat = _is_flat(input_ids)
         if is_flat:
             input_ids, attention_mask, position_ids, sequence_ids, labels = (
-                given.unsqueeze(0) if given is not None and given.ndim == 1 else given
+                given.unsqueeze(0) if given is not None and _is_flat(given) else given
                 for given in (input_ids, attention_mask, position_ids, sequence_ids, labels)
             )
         found: BeamModelOutput = self.model(
@@ -232,11 +253,8 @@ class BeamForCausalLM(nn.Module):
         )
         logits = self._logits(kept_positions(found.last, logits_to_keep))
         loss = None if labels is None else _loss(logits, found.rows.targets(labels, IGNORED_LABEL))
-        states = found.hidden_states
-        if is_flat:
-            logits = logits.squeeze(0)
-            states = None if states is None else tuple(state.squeeze(0) for state in states)
-        return BeamOutput(logits=logits, loss=loss, hidden_states=states)
+        output = BeamOutput(logits=logits, loss=loss, hidden_states=found.hidden_states)
+        return output.of_one_row() if is_flat else output
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
@@ -259,6 +277,10 @@ def _check_options(
                 f"{name}={value!r} has no effect, since mlp_layer_types holds no sparse layer; "
                 f"leave it out, or make a layer sparse"
             )
+
+
+def _is_flat(given: Tensor | None) -> bool:
+    return isinstance(given, Tensor) and given.ndim == 1
 
 
 def kept_positions(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:

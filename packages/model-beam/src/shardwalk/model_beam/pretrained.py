@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwalk.model_beam.config import BeamConfig
+from shardwalk.model_beam.config import BeamConfig, checked_config
 from shardwalk.parallelizer_core import export_safetensors, materialize
 from shardwalk.parallelizer_core.tensor_parallel.local_parameters import shown
 
@@ -44,11 +44,13 @@ def model_on_meta(
         options: further arguments of `make`.
 
     Raises:
-        TypeError: for a dtype that is none.
+        FileNotFoundError: a folder without ``config.json``.
+        TypeError: for a dtype that is none, and for what is neither config nor folder.
         ValueError: for one that is not float64, float32, float16 or bfloat16.
     """
-    if not isinstance(config, BeamConfig):
+    if isinstance(config, str | Path):
         config = BeamConfig.from_pretrained(config)
+    config = checked_config(config)
     stored = _stored_dtype(config) if dtype is None else _checked(dtype)
     with torch.device("meta"):
         model = make(config, **options)
@@ -107,9 +109,7 @@ def save_pretrained(
         TypeError, ValueError, RuntimeError: those of `export_safetensors`.
     """
     written = _weights_dtype(model) if dtype is None else dtype
-    config = getattr(model, "config", None)
-    if not isinstance(config, BeamConfig):
-        raise TypeError(f"config={config!r} of the model must be a BeamConfig")
+    config = checked_config(getattr(model, "config", None))
     described = _described(config, written)
     with shown(model, config=described):
         export_safetensors(model, folder, dtype=dtype, max_file_size=max_file_size)
