@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from moe_router_toys import AUX_FREE, EXPERTS, WIDTH, context, moe_config, routed_model, rows_of
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from shardwalk.mesh import DistributedSetup
 from shardwalk.moe_ep.load_balance import LayerLoad, expert_load_report
 from shardwalk.moe_ep.router import Gate, find_gates
 from shardwalk.parallelizer_core import parallelize_model
@@ -66,6 +68,17 @@ def test_aggregates_and_flat_names():
     assert scalars["load/a/imbalance"] == pytest.approx(8.0)
     assert scalars["load/dead_experts"] == 7
     assert all(math.isfinite(value) for value in scalars.values())
+
+
+def names_under_ddp():
+    built = DistributedSetup.build("ddp").mesh_context
+    model = routed_model()
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    return list(expert_load_report(parallelize_model(model, built)).layers)
+
+
+def test_layers_have_the_names_of_the_model_as_it_was_built():
+    assert run_on_ranks(2, names_under_ddp) == [["layers.0.gate", "layers.1.gate"]] * 2
 
 
 def test_stages_are_told_apart():

@@ -191,6 +191,33 @@ def test_weights_that_do_not_divide_over_the_shards() -> None:
     )
 
 
+class Adapted(nn.Module):
+    """An adapter around stacked weights; its first factor has as many rows as there are experts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 4, bias=False)})
+
+
+class AdaptedExperts(MoEDecoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].mlp.experts = Adapted(Adapted(self.layers[0].mlp.experts))
+
+
+class MisfitExperts(MoEDecoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].mlp.experts.extra = nn.Parameter(torch.zeros(3))
+
+
+def test_adapters_around_experts_are_refused_with_their_names() -> None:
+    name = "layers.0.mlp.experts.base_layer.lora_A.default.weight"
+    assert_refused(AdaptedExperts, f"ep_size=2: {name} belongs to an adapter", "use ep_size=1")
+    assert_refused(MisfitExperts, "ep_size=2: the experts of layers.0.mlp.experts", "extra of (3,)")
+
+
 class TiedExperts(CommonDecoder):
     def __init__(self) -> None:
         super().__init__()

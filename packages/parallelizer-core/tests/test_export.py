@@ -794,3 +794,24 @@ def test_memory_shared_by_two_parameters_is_written_twice(tmp_path: Path) -> Non
         save_file(dict(model.state_dict()), tmp_path / "x")
     export_safetensors(model, tmp_path)
     assert_holds(tmp_path, model.state_dict())
+
+
+class Adapted(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 1)})
+
+
+def export_adapted(folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Adapted(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    with pytest.raises(
+        ValueError,
+        match=r"^1\.0 \(of 1 layers\) has an adapter .*merge_and_unload\(\) returns, or save",
+    ):
+        export_safetensors(model, folder)
+
+
+def test_adapters_are_refused_on_every_rank_before_anything_is_written(tmp_path: Path) -> None:
+    run_on_ranks(2, export_adapted, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

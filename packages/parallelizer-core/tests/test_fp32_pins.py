@@ -1,5 +1,7 @@
 """Names that pin parameters to fp32: what they match, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from shardwalk.parallelizer_core.fp32_pins import (
     is_pinned,
     pin_fp32_parameters,
     pin_parameters_below,
+    pinned_names,
 )
 
 
@@ -106,3 +109,54 @@ def test_a_wrapper_on_the_path_hides_nothing():
     model.layers[1] = checkpoint_wrapper(model.layers[1])
     pin_fp32_parameters(model)
     assert is_pinned(model.layers[1].gate.weight)
+
+
+class Adapted(nn.Module):
+    """An adapter around a linear layer, with the children of peft's."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 1, bias=False)})
+
+
+class Copied(nn.Module):
+    """A layer and a copy that trains in its place; other attributes are those of the layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.original_module = layer
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(layer)})
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.original_module, name)
+
+
+def test_adapters_and_copies_of_a_layer_hide_nothing():
+    model = Model(["layers.0.gate.weight", "layers.1.gate", "1.A_log"])
+    wrapper = nn.Module()
+    wrapper.model = Copied(model)
+    wrapper.model.modules_to_save = nn.ModuleDict()
+    model.layers[0].gate = Adapted(model.layers[0].gate)
+    model.layers[1].gate = checkpoint_wrapper(Copied(model.layers[1].gate))
+    copies = "layers.1.gate._checkpoint_wrapped_module"
+    wanted = [
+        "layers.0.gate.base_layer.weight",
+        *(f"{copies}.original_module.{kind}" for kind in ("weight", "bias")),
+        *(f"{copies}.modules_to_save.default.{kind}" for kind in ("weight", "bias")),
+        "layers.1.A_log",
+    ]
+    found = pin_fp32_parameters(wrapper)
+    assert list(found) == [f"model.original_module.{name}" for name in wanted]
+    assert all(is_pinned(parameter) for parameter in found.values())
+    names = [
+        name.replace("._checkpoint_wrapped_module", "") for name, _ in wrapper.named_parameters()
+    ]
+    read = pinned_names(wrapper, names)
+    assert read == {name.replace("._checkpoint_wrapped_module", "") for name in found}
+    model._keep_in_fp32_modules_strict = ["router"]
+    with pytest.raises(ValueError, match="of Model pins 'router'"):
+        pin_fp32_parameters(wrapper)

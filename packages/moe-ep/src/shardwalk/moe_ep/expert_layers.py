@@ -41,10 +41,14 @@ class ExpertLayer:
         return self.holder if isinstance(self.holder, MoE) else None
 
 
-def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
-    """Every layer of experts in `model`, of this package or with the call of transformers."""
+def find_expert_layers(model: nn.Module, *, ep_size: int) -> list[ExpertLayer]:
+    """Every layer of experts in `model`, of this package or with the call of transformers.
+
+    Raises:
+        ValueError: a layer of this package holds what cannot be cut by expert, such as adapters.
+    """
     own = [
-        (f"{path}.experts".lstrip("."), read_expert_weights(moe.experts, moe.config.num_experts))
+        (f"{path}.experts".lstrip("."), _own_weights(f"{path}.experts".lstrip("."), moe, ep_size))
         for path, moe in model.named_modules()
         if isinstance(moe, MoE)
     ]
@@ -58,6 +62,28 @@ def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
             ExpertLayer(path=path, weights=weights, holder_path=holder_path, holder=holder)
         )
     return layers
+
+
+def _own_weights(path: str, moe: MoE, ep_size: int) -> ExpertWeights:
+    inner: nn.Module = moe.experts
+    while "base_layer" in dict(inner.named_children()):
+        inner = inner.get_submodule("base_layer")
+    layers = {id(parameter) for parameter in inner.parameters()}
+    way_out = "use ep_size=1 without a moe_parallel_config"
+    for name, parameter in moe.experts.named_parameters():
+        if id(parameter) not in layers:
+            raise ValueError(
+                f"ep_size={ep_size}: {path}.{name} belongs to an adapter around experts, which "
+                f"cannot be spread over ranks; leave experts out of the adapter's targets "
+                f"(target_parameters), or {way_out}"
+            )
+    try:
+        return read_expert_weights(moe.experts, moe.config.num_experts)
+    except ExpertMisfitError as misfit:
+        raise ValueError(
+            f"ep_size={ep_size}: the experts of {path} cannot be spread over ranks: {misfit.why}; "
+            f"{way_out}"
+        ) from None
 
 
 def refuse_layers(

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from shardwalk.moe_ep.balance_loss import Models
 from shardwalk.moe_ep.router import Gate
 from shardwalk.moe_ep.router_biases import global_loads
+from shardwalk.parallelizer_core.model_tensors import canonical_name
+from shardwalk.parallelizer_core.parallel_state import unwrap_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class ExpertLoadReport:
     """The loads of all layers since the last update of the biases (or the last reset).
 
     Attributes:
-        layers: by the name of the gate in its model.
+        layers: by the name of the gate in the model as it was built.
         mean_imbalance, worst_imbalance: over the layers.
         mean_entropy: over the layers.
         dead_experts: of all layers together.
@@ -119,8 +121,8 @@ def _named_gates(model_or_models: Models) -> dict[str, Gate]:
     models: Sequence[nn.Module]
     models = [model_or_models] if isinstance(model_or_models, nn.Module) else model_or_models
     return {
-        f"{index}.{name}" if len(models) > 1 else name: module
+        f"{index}.{canonical_name(name)}" if len(models) > 1 else canonical_name(name): module
         for index, model in enumerate(models)
-        for name, module in model.named_modules()
+        for name, module in unwrap_model(model).named_modules()
         if isinstance(module, Gate)
     }

@@ -41,8 +41,8 @@ def parallelize_experts(
     Raises:
         ValueError: experts or options that do not fit, before anything is changed.
     """
-    layers = find_expert_layers(model)
     mesh = expert_mesh(mesh_context)
+    layers = find_expert_layers(model, ep_size=mesh.ep.size())
     options = WalkOptions.of(mesh_context)
     refuse_layers(model, layers, ep_size=mesh.ep.size(), shard_size=mesh.shard_size)
     dispatchers = [_dispatcher_of(layer, mesh) for layer in layers]

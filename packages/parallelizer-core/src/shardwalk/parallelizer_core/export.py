@@ -37,6 +37,7 @@ from shardwalk.parallelizer_core.parallel_state import unwrap_model
 from shardwalk.parallelizer_core.safetensors_writing import DTYPE_NAMES, FolderWriter
 from shardwalk.parallelizer_core.state_dict_adapter import adapter_of
 from shardwalk.parallelizer_core.state_dicts import model_state_dict
+from shardwalk.parallelizer_core.wrapped_layers import wrapped_layers
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -76,9 +77,9 @@ def export_safetensors(
 
     Raises:
         TypeError: for an option of another type, or a state dict that holds more than tensors.
-        ValueError: for values on meta, by name; for dtypes that the format lacks; for an adapter
-            that gives two tensors one key or not what it announced; for a folder that is a file or
-            holds a distributed checkpoint.
+        ValueError: for values on meta, by name; for dtypes that the format lacks; for adapters
+            around layers (LoRA); for a state-dict adapter that gives two tensors one key or not
+            what it announced; for a folder that is a file or holds a distributed checkpoint.
         RuntimeError: on every rank, when writing fails on the first, or a rank raised one of the
             above.
     """
@@ -227,6 +228,7 @@ def _checked_tensors(models: Sequence[nn.Module], folder: Path) -> list[ModelTen
             f"folder={str(folder)!r} holds a distributed checkpoint, and who loads it would not "
             f"know which of the two is meant; name another folder"
         )
+    _refuse_adapters(models)
     entries = state_tensors(models)
     _refuse("have no values yet; call materialize(model, ...) first", entries, _has_no_values)
     _refuse(
@@ -242,6 +244,18 @@ def _checked_tensors(models: Sequence[nn.Module], folder: Path) -> list[ModelTen
             f"{', '.join(others)}; keep extra state of modules in buffers"
         )
     return entries
+
+
+def _refuse_adapters(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        found = list(wrapped_layers(unwrap_model(model)))
+        if found:
+            raise ValueError(
+                f"{found[0]} (of {len(found)} layers) has an adapter around it, and no model "
+                f"reads weights under its names; export what model.merge_and_unload() returns, or "
+                f"save the adapters alone: gather them from model_state_dict(model), and let the "
+                f"first rank pass them to the wrapper's save_pretrained(folder, state_dict=...)"
+            )
 
 
 def _has_no_values(entry: ModelTensor) -> bool:

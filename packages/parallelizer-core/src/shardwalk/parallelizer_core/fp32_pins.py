@@ -3,11 +3,13 @@
 A model pins them with a list of names in `_keep_in_fp32_modules_strict` (the attribute transformers
 reads), on the model or on any module in it. A name is one or more dotted path segments below that
 module: `gate` pins every parameter in a module called gate, `mlp.gate.weight` one parameter of each
-    mlp.
+mlp. Wrappers on the way (activation checkpointing, adapters, copies of a layer that train in its
+place) are no segments.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwalk.parallelizer_core.model_tensors import canonical_name
+from shardwalk.parallelizer_core.wrapped_layers import names_of_layers
 
 PIN_ATTRIBUTE = "_keep_in_fp32_modules_strict"
 
@@ -59,12 +62,13 @@ def pinned_names(model: nn.Module, names: Iterable[str]) -> set[str]:
 
     For what only reads: nothing is marked or widened, and a pin that matches nothing is no error.
     """
-    pins = [
-        (canonical_name(prefix), canonical_name(pin))
+    plain = names_of_layers(model)
+    pins = {
+        (plain(prefix), canonical_name(pin))
         for prefix, owner in model.named_modules()
         for pin in _pins_of(owner)
-    ]
-    return {name for name in names for prefix, pin in pins if _is_below(name, prefix, pin)}
+    }
+    return {name for name in names for prefix, pin in pins if _is_below(plain(name), prefix, pin)}
 
 
 def _is_below(name: str, prefix: str, pin: str) -> bool:
@@ -73,6 +77,9 @@ def _is_below(name: str, prefix: str, pin: str) -> bool:
 
 
 def _pins_of(module: nn.Module) -> Iterator[str]:
+    # A wrapper passes the attribute of what it holds on, which is a module of its own here.
+    if inspect.getattr_static(module, PIN_ATTRIBUTE, None) is None:
+        return iter(())
     names = getattr(module, PIN_ATTRIBUTE, None)
     return iter((names,) if isinstance(names, str) else names or ())
 
@@ -88,8 +95,9 @@ def _pin(found: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
 
 def _matches(prefix: str, owner: nn.Module, pin: str) -> Iterator[tuple[str, torch.Tensor]]:
     dot = f"{prefix}." if prefix else ""
+    plain = names_of_layers(owner)
     for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
-        if _has_segments(name, pin) and tensor.is_floating_point():
+        if _has_segments(plain(name), pin) and tensor.is_floating_point():
             yield f"{dot}{name}", tensor
 
 
@@ -105,7 +113,8 @@ def _names_something(owner: nn.Module, pin: str) -> bool:
     names = [name for name, _ in owner.named_modules()]
     names += [name for name, _ in owner.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in owner.named_buffers(remove_duplicate=False)]
-    return any(_has_segments(name, pin) for name in names)
+    plain = names_of_layers(owner)
+    return any(_has_segments(plain(name), pin) for name in names)
 
 
 def _has_segments(name: str, pin: str) -> bool:
