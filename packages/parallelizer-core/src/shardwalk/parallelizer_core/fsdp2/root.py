@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def _explain_dtype_error(
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Every tensor in `values`, through dicts, lists and tuples."""
+    """Every tensor in `values`, through dicts, lists, tuples and dataclasses."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -106,3 +107,5 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value.values())
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            yield from tensors_in(getattr(value, field.name) for field in fields(value))
