@@ -1,0 +1,69 @@
+"""Integer positions of the tokens of both towers.
+
+A frame, or the text, is a block of `frame_stride` positions: token (row, column) of block b is at
+b x frame_stride + 1 + row x row_stride + column. Registers are at 0. In the encoder the anchor is
+block 0, the text block 1, noised frame f block 2 + f, and the clean copy of a frame is where its
+noised twin is. In the decoder frame f is block f.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwalk.model_praxis.config import RopeConfig
+
+_ANCHOR, _TEXT, _FIRST_FRAME = range(3)
+
+
+def frame_positions(
+    frames: int, height: int, width: int, rope: RopeConfig, *, first_block: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:  # fmt: skip
+    """Positions of the cells of frames, in order of frame, row, column.
+
+    Returns:
+        int64 [frames * height * width].
+    """
+    block, row, column = (
+        torch.arange(size, dtype=torch.int64, device=device) for size in (frames, height, width)
+    )
+    start = (first_block + block) * rope.frame_stride + 1
+    cells = row[:, None] * rope.row_stride + column
+    return (start[:, None, None] + cells).flatten()
+
+
+def encoder_positions(
+    rope: RopeConfig, *, registers: int, text: int, frames: int, clean_frames: int, height: int,
+    width: int, offsets: Tensor | None = None, device: torch.device | str = "cpu",
+) -> Tensor:  # fmt: skip
+    """Positions of [registers | anchor | text | noised frames | clean frames].
+
+    Args:
+        rope: the strides.
+        registers: how many tokens there are.
+        text: how many tokens there are.
+        frames: noised frames.
+        clean_frames: how many of them have clean copies.
+        height: rows of a frame, in tokens.
+        width: columns of a frame.
+        offsets: int64 [B, 3], added to the anchor, the text, and the noised and clean frames of
+            each window; None adds nothing.
+        device: where to.
+
+    Returns:
+        int64 [B, tokens]; [1, tokens] without offsets.
+    """
+    raise NotImplementedError
+
+
+def decoder_positions(
+    rope: RopeConfig, *, registers: int, frames: int, height: int, width: int,
+    offsets: Tensor | None = None, device: torch.device | str = "cpu",
+) -> Tensor:  # fmt: skip
+    """Positions of [registers | noised frames]; the offset of the video moves the frames.
+
+    Returns:
+        int64 [B, tokens]; [1, tokens] without offsets.
+    """
+    raise NotImplementedError
