@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import zlib
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from shardwalk.model_praxis import PraxisConfig
 
@@ -60,3 +65,50 @@ _TINY: dict[str, Any] = {
         "name": "text", "hidden_dim": 20, "max_tokens": 12, "unconditional_caption": "",
     },
 }  # fmt: skip
+
+
+def random_inputs(
+    config: PraxisConfig, *, windows: int = 1, chunks: int = 3, text: int = 5, seed: int = 0,
+    offsets: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of the backbone's forward."""
+    generator = torch.Generator().manual_seed(seed)
+    video, per_chunk = config.video, config.chunking.latents_per_chunk
+
+    def latents(frames: int) -> Tensor:
+        size = (windows, video.latent_channels, frames, video.latent_height, video.latent_width)
+        return torch.randn(size, generator=generator)
+
+    noised = latents(chunks * per_chunk)
+    clean = latents((chunks - 1) * per_chunk) if chunks > 1 else None
+    states = (windows, text, config.text_encoder.hidden_dim)
+    size, stride = (windows, 3), config.backbone.rope.frame_stride
+    return {
+        "noised": noised,
+        "clean": clean,
+        "anchor": latents(1),
+        "text": torch.randn(states, generator=generator),
+        "times": torch.rand((windows, chunks), generator=generator),
+        "offsets": torch.randint(stride, size, generator=generator) if offsets else None,
+    }
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, *, seed: int = 0) -> None:
+    """Draw every weight, also those that start at 0, and the biases of the routers.
+
+    Each is drawn for its name, so that models which share modules share their values.
+    """
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    for name, tensor in tensors:
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        value = torch.randn(tensor.shape, generator=generator)
+        tensor.copy_(value * _std(name, tensor) + (name.endswith("phases") * 0.5))
+
+
+def _std(name: str, tensor: Tensor) -> float:
+    if name.endswith(("e_score_correction_bias", "norm.weight", "norm1.weight", "norm2.weight")):
+        return 0.2
+    if name.endswith(("frequencies", "phases", "registers")):
+        return 1.0
+    return 1 / math.sqrt(tensor.shape[-1]) if tensor.ndim > 1 else 0.1

@@ -21,6 +21,8 @@ from shardwalk.model_praxis.config_sections import (
     at_least,
     require,
 )
+from shardwalk.moe_ep import MoEConfig
+from shardwalk.moe_ep.config import BalanceLossScope
 
 FORMAT_VERSION = 2
 MODEL_TYPE = "praxis"
@@ -133,7 +135,7 @@ class TowerConfig(Section):
     num_layers: int
     ffn_dim: int
     dense_layers: int = at_least(0)
-    num_registers: int = at_least(0)
+    num_registers: int
     norm_eps: float = 1e-6
 
     def _check(self) -> None:
@@ -202,6 +204,32 @@ class BackboneConfig(Section):
         """Sparse blocks of both towers."""
         return self.encoder.moe_layers + self.decoder.moe_layers
 
+    def layer_moe(self, tower: TowerConfig, training: MoeTrainingSettings) -> MoEConfig:
+        """One sparse feed-forward of a tower; its balance loss weighs an equal part of the whole.
+
+        Args:
+            tower: gives the width.
+            training: for all sparse layers of both towers together.
+        """
+        section = self.moe
+        return MoEConfig(
+            hidden_size=tower.dim,
+            intermediate_size=section.expert_dim,
+            num_experts=section.num_experts,
+            top_k=section.top_k,
+            score_function="sigmoid",
+            correction_bias=True,
+            num_groups=section.num_groups,
+            top_k_groups=section.top_groups,
+            normalize_weights=section.norm_topk,
+            scaling_factor=section.route_scale,
+            num_shared_experts=1,
+            shared_intermediate_size=section.shared_dim,
+            balance_loss_coefficient=training.balance_loss_weight / max(self.moe_layers, 1),
+            balance_loss_scope=training.balance_loss_scope,
+            bias_update_speed=training.bias_update_speed,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRopeConfig(Section):
@@ -258,7 +286,7 @@ class ActionExpertConfig(Section):
     head_dim: int
     mlp_dim: int
     taps: tuple[int, ...] = at_least(0)
-    num_future_tokens: int = at_least(0)
+    num_future_tokens: int
     time_features: int
     rope: ExpertRopeConfig = ExpertRopeConfig()
     flex_kernel_options: FlexKernelOptions = FlexKernelOptions()
@@ -511,10 +539,12 @@ class MoeTrainingSettings(Section):
 
     Attributes:
         balance_loss_weight: of the balance loss of all sparse layers together.
+        balance_loss_scope: whether it asks for balance in each sequence, or in each micro-batch.
         bias_update_speed: what a step adds to or takes from a selection bias.
     """
 
     balance_loss_weight: float = at_least(0, default=0.0)
+    balance_loss_scope: BalanceLossScope = "sequence"
     bias_update_speed: float = at_least(0, default=0.0)
 
 

@@ -8,6 +8,8 @@ noised twin is. In the decoder frame f is block f.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,12 @@ def encoder_positions(
     Returns:
         int64 [B, tokens]; [1, tokens] without offsets.
     """
-    raise NotImplementedError
+    clean = clean_frames * height * width
+    anchor = frame_positions(1, height, width, rope, first_block=_ANCHOR, device=device)
+    words = _TEXT * rope.frame_stride + 1 + torch.arange(text, device=device)
+    noised = frame_positions(frames, height, width, rope, first_block=_FIRST_FRAME, device=device)
+    at_zero = noised.new_zeros(registers)
+    return _moved([at_zero, anchor, words, torch.cat((noised, noised[:clean]))], offsets)
 
 
 def decoder_positions(
@@ -66,4 +73,15 @@ def decoder_positions(
     Returns:
         int64 [B, tokens]; [1, tokens] without offsets.
     """
-    raise NotImplementedError
+    cells = frame_positions(frames, height, width, rope, first_block=0, device=device)
+    video = None if offsets is None else offsets[:, 2:]
+    return _moved([cells.new_zeros(registers), cells], video)
+
+
+def _moved(parts: Sequence[Tensor], offsets: Tensor | None) -> Tensor:
+    """The parts behind each other; every one but the first moved by its column of `offsets`."""
+    if offsets is None:
+        return torch.cat(list(parts))[None]
+    first, *rest = (part.expand(len(offsets), -1) for part in parts)
+    moved = [part + offsets[:, [column]] for column, part in enumerate(rest)]
+    return torch.cat((first, *moved), 1)
