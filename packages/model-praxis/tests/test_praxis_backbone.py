@@ -1,13 +1,17 @@
 """The two towers: where tokens are, what may not leak, and what goes to the action expert."""
 
+import math
+
 import pytest
 import torch
 from praxis_toys import random_inputs, randomize, tiny_config
 from torch import nn
 
 from shardwalk.model_praxis import Backbone, MoeTrainingSettings
+from shardwalk.model_praxis.layers import FeedForward
 from shardwalk.model_praxis.masks import tags_of
 from shardwalk.model_praxis.positions import decoder_positions, encoder_positions
+from shardwalk.moe_ep import MoE
 from shardwalk.parallelizer_core import apply_activation_checkpointing, materialize
 
 CONFIG = tiny_config()
@@ -24,6 +28,14 @@ def backbone():
 
 def frames_of(chunk: int) -> slice:
     return slice(2 * chunk, 2 * chunk + 2)
+
+
+def test_leading_blocks_are_dense_and_each_tower_counts_its_own(backbone):
+    for tower, sparse in ((backbone.encoder, 3), (backbone.decoder, 1)):
+        kinds = [type(block.ffn) for block in tower.blocks]
+        assert kinds == [FeedForward] + [MoE] * sparse
+        scales = [block.input_scale for block in tower.blocks]
+        assert scales == [1 / math.sqrt(index) for index in range(1, 2 + sparse)]
 
 
 def test_positions_are_those_of_the_plan():
