@@ -28,20 +28,22 @@ from shardwalk.model_praxis.config import (
     VideoConfig,
 )
 from shardwalk.model_praxis.config_sections import PraxisConfigError
+from shardwalk.model_praxis.draws import (
+    Draws,
+    ObjectiveSettings,
+    PraxisWindow,
+    draw,
+    shift_time,
+    step_generator,
+)
 from shardwalk.model_praxis.lora import LoraLinear, LoraSettings, apply_lora, merge_lora
 from shardwalk.model_praxis.model import PraxisOutput, PraxisPolicy, trains_backbone
 from shardwalk.model_praxis.objective import (
-    Draws,
     NoisedWindow,
-    ObjectiveSettings,
     PraxisLoss,
-    PraxisWindow,
-    draw,
     guarded_action_loss,
     noise_window,
     praxis_loss,
-    shift_time,
-    step_generator,
 )
 from shardwalk.model_praxis.sampling import PraxisSample, sample
 

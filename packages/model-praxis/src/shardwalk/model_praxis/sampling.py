@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from shardwalk.model_praxis.objective import PraxisWindow, shift_time
+from shardwalk.model_praxis.draws import PraxisWindow, shift_time
 
 
 @dataclass(frozen=True, kw_only=True)
