@@ -163,7 +163,8 @@ class DecoderTower(nn.Module):
             x = block(x, rotary=rotary, mask=mask, modulation=modulation)
         velocity = self.video_out(x[:, registers.shape[1] :])
         out: Tensor = velocity.unflatten(1, latents.shape[1:4]).movedim(-1, 1)
-        return out
+        # No view leaves the policy: in a sharded one an in-place op on it would drop a hook.
+        return out.clone(memory_format=torch.contiguous_format)
 
 
 class Backbone(nn.Module):
