@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from shardwalk.model_praxis.action_expert import ActionExpert
 from shardwalk.model_praxis.backbone import Backbone
 from shardwalk.model_praxis.config import MoeTrainingSettings, PraxisConfig
-from shardwalk.parallelizer_core import StateDictAdapter
+from shardwalk.model_praxis.parallelize import PraxisModelParallelizer
+from shardwalk.parallelizer_core import ModelParallelizer, StateDictAdapter
 from shardwalk.parallelizer_core.parallel_state import unwrap_model
 from shardwalk.parallelizer_core.state_dict_adapter import SAME_NAMES
 
 
-@dataclass(frozen=True, kw_only=True)
-class PraxisOutput:
+class PraxisOutput(NamedTuple):
     """What the policy says of a window.
 
     Attributes:
@@ -37,6 +37,7 @@ class PraxisPolicy(nn.Module):
     Attributes:
         backbone: the video transformer.
         action_expert: the action transformer.
+        parallelizer: how `parallelize_model` shards it.
         config: what the policy was made from.
         state_dict_adapter: how files hold its weights.
 
@@ -44,6 +45,8 @@ class PraxisPolicy(nn.Module):
         config: the whole configuration.
         training: what training does to the routers; by default nothing.
     """
+
+    parallelizer: ClassVar[ModelParallelizer] = PraxisModelParallelizer()
 
     state_dict_adapter: StateDictAdapter = SAME_NAMES
 
