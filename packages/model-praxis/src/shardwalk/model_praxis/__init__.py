@@ -45,7 +45,9 @@ from shardwalk.model_praxis.objective import (
     noise_window,
     praxis_loss,
 )
+from shardwalk.model_praxis.pretrained import save_pretrained
 from shardwalk.model_praxis.sampling import PraxisSample, sample
+from shardwalk.model_praxis.state_dict import PraxisStateDictAdapter
 
 __all__ = [
     "ActionExpert",
@@ -73,6 +75,7 @@ __all__ = [
     "PraxisOutput",
     "PraxisPolicy",
     "PraxisSample",
+    "PraxisStateDictAdapter",
     "PraxisWindow",
     "ProjectionConfig",
     "RopeConfig",
@@ -92,6 +95,7 @@ __all__ = [
     "normalize_proprio",
     "praxis_loss",
     "sample",
+    "save_pretrained",
     "shift_time",
     "step_generator",
     "trains_backbone",

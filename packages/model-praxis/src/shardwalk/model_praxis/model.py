@@ -11,9 +11,9 @@ from shardwalk.model_praxis.action_expert import ActionExpert
 from shardwalk.model_praxis.backbone import Backbone
 from shardwalk.model_praxis.config import MoeTrainingSettings, PraxisConfig
 from shardwalk.model_praxis.parallelize import PraxisModelParallelizer
+from shardwalk.model_praxis.state_dict import PraxisStateDictAdapter
 from shardwalk.parallelizer_core import ModelParallelizer, StateDictAdapter
 from shardwalk.parallelizer_core.parallel_state import unwrap_model
-from shardwalk.parallelizer_core.state_dict_adapter import SAME_NAMES
 
 
 class PraxisOutput(NamedTuple):
@@ -48,13 +48,14 @@ class PraxisPolicy(nn.Module):
 
     parallelizer: ClassVar[ModelParallelizer] = PraxisModelParallelizer()
 
-    state_dict_adapter: StateDictAdapter = SAME_NAMES
+    state_dict_adapter: StateDictAdapter
 
     def __init__(
         self, config: PraxisConfig, *, training: MoeTrainingSettings | None = None
     ) -> None:
         super().__init__()
         self.config = config
+        self.state_dict_adapter = PraxisStateDictAdapter()
         self.backbone = Backbone(config, training)
         self.action_expert = ActionExpert(config)
 
