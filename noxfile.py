@@ -240,6 +240,13 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(default=False, requires=["base"])
+def demo_praxis(session: nox.Session) -> None:
+    """Train a small Praxis policy with experts over gloo ranks, then adapters for another robot."""
+    install(session, *group("demo-praxis"), *editable(PACKAGES.values()))
+    session.run("python", "examples/train_praxis.py", *session.posargs)
+
+
+@nox.session(default=False, requires=["base"])
 def benchmark(session: nox.Session) -> None:
     """Run one benchmark: `nox -s benchmark -- dense_overhead [options]`."""
     names = sorted(file.stem for file in (ROOT / "benchmarks").glob("[!_]*.py"))
