@@ -23,6 +23,8 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "ep 4": (4, {"ep_size": 4}),
     "hsdp 2x2, ep 2": (4, {"ep_size": 2, "dp_replicate_size": 2}),
 }
+# What poses and future tokens learn comes through other tokens alone, in small sums of large terms.
+FP32 = Tolerance(relative=2e-5)
 FULL = {"param_dtype": None, "reduce_dtype": None}
 BF16: dict[str, Any] = {
     "strategy": "fsdp2",
@@ -39,7 +41,8 @@ BF16_MESHES = pytest.mark.parametrize(
 
 def run(mesh: str, case: Any = None, **options: Any) -> None:
     world_size, sizes = MESHES[mesh]
-    options = {"strategy": FSDP2Config(mp_policy=FULL), "optimizers": (sgd,), **options}
+    fp32 = {"strategy": FSDP2Config(mp_policy=FULL), "optimizers": (sgd,), "tolerance": FP32}
+    options = {**fp32, **options}
     assert_parity(
         case or praxis_case(),
         world_size=world_size,
@@ -68,13 +71,10 @@ ROUTED_ANEW = RECOMPUTED | {"moe_parallel_config": {"ignore_router_for_ac": Fals
         ("fsdp 2", KEPT),
         ("fsdp 4", RECOMPUTED),
         ("hsdp 2x2", SELECTIVE),
-        ("hsdp 2x2", ROUTED_ANEW),
         ("ep 2", KEPT),
         ("ep 2", ROUTED_ANEW),
         ("ep 2 x shard 2", RECOMPUTED),
-        ("ep 2 x shard 2", SELECTIVE),
         ("ep 4", KEPT),
-        ("ep 4", RECOMPUTED),
         ("hsdp 2x2, ep 2", RECOMPUTED),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
@@ -82,7 +82,8 @@ ROUTED_ANEW = RECOMPUTED | {"moe_parallel_config": {"ignore_router_for_ac": Fals
 def test_training_has_the_numbers_of_one_process(mesh: str, setup: dict[str, Any]) -> None:
     """Three steps with a balance loss, biases of routers that follow the loads, and clipping."""
     subject = Subject(parallelize=parallelize_quietly)
-    run(mesh, setup=setup, subject=subject, steps=3, clip=0.5)
+    case = praxis_case(micro_batches=1)
+    run(mesh, case, setup=setup, subject=subject, steps=3, clip=0.5)
 
 
 @BF16_MESHES
@@ -90,14 +91,10 @@ def test_bf16_has_the_numbers_of_one_process(mesh: str, tolerance: Tolerance | N
     run(mesh, praxis_case(fixed_routes=True), setup=RECOMPUTED, tolerance=tolerance, **BF16)
 
 
-@pytest.mark.parametrize("mesh", ["one rank", "fsdp 2", "ep 2 x shard 2", "ep 4"])
+@pytest.mark.parametrize("mesh", ["one rank", "fsdp 2", "ep 2 x shard 2"])
 def test_a_start_on_the_meta_device(mesh: str) -> None:
     """Weights are drawn for their names, and are the same bits on every mesh."""
-    run(mesh, meta_start="init")
-
-
-def test_a_start_from_files() -> None:
-    run("ep 2 x shard 2", meta_start="checkpoint")
+    run(mesh, praxis_case(micro_batches=1), meta_start="init", steps=1)
 
 
 @BF16_MESHES

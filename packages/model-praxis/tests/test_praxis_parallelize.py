@@ -295,9 +295,10 @@ def test_ranks_must_start_alike() -> None:
 
 def refused_modes() -> list[str]:
     policy, messages = small_policy(), []
+    moe_mesh = mesh_of(1, 2, names=("ep_shard", "ep"))
     for options in ({"activation_checkpointing": "most"}, {"forward_prefetch_depth": -1}):
         with pytest.raises(ValueError) as error:
-            shard_policy(policy, mesh_of(), FULL, **options)
+            shard_policy(policy, mesh_of(), FULL, moe_mesh, **options)
         messages.append(str(error.value) if _is_untouched(policy) else "touched")
     with pytest.raises(TypeError, match="enable_magic"):
         PraxisModelParallelizer()._apply(policy, context().device_mesh, enable_magic=True)
@@ -305,6 +306,6 @@ def refused_modes() -> list[str]:
 
 
 def test_values_that_are_none_are_refused() -> None:
-    mode, depth = run_on_ranks(1, refused_modes)[0]
+    mode, depth = run_on_ranks(2, refused_modes)[0]
     assert "most" in mode
     assert depth == "forward_prefetch_depth=-1 must be 0 or more"

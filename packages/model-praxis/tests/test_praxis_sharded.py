@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwalk.model_praxis import LoraSettings, MoeTrainingSettings, PraxisPolicy, apply_lora
 from shardwalk.model_praxis.parallelize import (
     PraxisModelParallelizer,
+    _block_lists,
     replicate_router_biases,
     shard_policy,
 )
@@ -230,19 +231,24 @@ def test_meshes_that_do_not_fit_are_refused() -> None:
         assert "parallelized already" in again
 
 
-def routes(ignore: bool) -> tuple[set[bool], list[str]]:
+def routes(options: dict[str, bool]) -> tuple[set[bool], set[bool], list[str]]:
+    """Whether recomputes replay routes, whether blocks are recomputed, and what is warned of."""
     policy = small_policy()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        shard_policy(policy, mesh_of(), FULL, ignore_router_for_ac=ignore)
-    return {gate.replay_routing for gate in find_gates(policy)}, [str(w.message) for w in caught]
+        shard_policy(policy, mesh_of(), FULL, **options)
+    replays = {gate.replay_routing for gate in find_gates(policy)}
+    blocks = {"forward" in vars(block) for stack in _block_lists(policy) for block in stack}
+    return replays, blocks, [str(warning.message) for warning in caught]
 
 
 def test_routes_of_recomputes() -> None:
-    assert run_on_ranks(1, routes, True)[0] == ({True}, [])
-    replays, (message,) = run_on_ranks(1, routes, False)[0]
+    assert run_on_ranks(1, routes, {})[0] == ({True}, {True}, [])
+    replays, _, (message,) = run_on_ranks(1, routes, {"ignore_router_for_ac": False})[0]
     assert replays == {False}
     assert message.startswith("ignore_router_for_ac=False: recomputes route tokens anew")
+    kept = {"activation_checkpointing": False, "ignore_router_for_ac": False}
+    assert run_on_ranks(1, routes, kept)[0][1:] == ({False}, [])
 
 
 class Holder(nn.Module):

@@ -45,6 +45,11 @@ from shardwalk.model_praxis.objective import (
     noise_window,
     praxis_loss,
 )
+from shardwalk.model_praxis.parallelize import (
+    PraxisModelParallelizer,
+    replicate_router_biases,
+    shard_policy,
+)
 from shardwalk.model_praxis.pretrained import save_pretrained
 from shardwalk.model_praxis.sampling import PraxisSample, sample
 from shardwalk.model_praxis.state_dict import PraxisStateDictAdapter
@@ -72,6 +77,7 @@ __all__ = [
     "PraxisConfig",
     "PraxisConfigError",
     "PraxisLoss",
+    "PraxisModelParallelizer",
     "PraxisOutput",
     "PraxisPolicy",
     "PraxisSample",
@@ -94,8 +100,10 @@ __all__ = [
     "noise_window",
     "normalize_proprio",
     "praxis_loss",
+    "replicate_router_biases",
     "sample",
     "save_pretrained",
+    "shard_policy",
     "shift_time",
     "step_generator",
     "trains_backbone",
