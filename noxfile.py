@@ -247,6 +247,13 @@ def demo_praxis(session: nox.Session) -> None:
 
 
 @nox.session(default=False, requires=["base"])
+def demo_beam(session: nox.Session) -> None:
+    """Train a small Beam with experts over gloo ranks; resume it elsewhere, export it."""
+    install(session, *group("demo-beam"), *editable(PACKAGES.values()))
+    session.run("python", "examples/train_beam.py", *session.posargs)
+
+
+@nox.session(default=False, requires=["base"])
 def benchmark(session: nox.Session) -> None:
     """Run one benchmark: `nox -s benchmark -- dense_overhead [options]`."""
     names = sorted(file.stem for file in (ROOT / "benchmarks").glob("[!_]*.py"))

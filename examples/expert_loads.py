@@ -199,9 +199,13 @@ def draw(path: Path, before: ExpertLoadReport, after: ExpertLoadReport) -> None:
     from matplotlib.figure import Figure
 
     count = len(before.layers)
-    figure = Figure(figsize=(3.6 * count + 0.6, 3.6), layout="constrained")
-    axes = figure.subplots(1, count, sharey=True, squeeze=False)[0]
-    for index, (axis, name) in enumerate(zip(axes, before.layers, strict=True)):
+    columns = min(count, 3)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(3.6 * columns + 0.6, 3.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+    for unused in axes[count:]:
+        unused.set_visible(False)
+    for index, (axis, name) in enumerate(zip(axes, before.layers, strict=False)):
         first, last = before.layers[name], after.layers[name]
         order = first.load.argsort(descending=True)
         places = torch.arange(len(order))
@@ -218,8 +222,9 @@ def draw(path: Path, before: ExpertLoadReport, after: ExpertLoadReport) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", color="#e5e7eb", linewidth=0.8)
         axis.set_axisbelow(True)
-    axes[0].set_ylabel("tokens / mean of all experts")
-    axes[-1].legend(frameon=False, fontsize=9)
+    for first_of_row in axes[::columns]:
+        first_of_row.set_ylabel("tokens / mean of all experts")
+    axes[count - 1].legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from shardwalk.moe_ep import SplitTokens
 from shardwalk.parallelizer_core import (
     clip_grad_norm_,
     get_total_norm,
@@ -61,8 +62,8 @@ def one_process(model: str, micro_batches: int) -> tuple[dict[str, torch.Tensor]
     return gradients, reference
 
 
-def subject(model: str, sizes: dict[str, int], micro_batches: int) -> nn.Module:
-    mesh_context = context(sizes=sizes)
+def subject(model: str, sizes: dict[str, int], micro_batches: int, **options: Any) -> nn.Module:
+    mesh_context = context(sizes=sizes, **options)
     parallel = parallelize_model(build(model), mesh_context)
     rank, count = mesh_context.data_rank, mesh_context.data_world_size
     for tokens in sync_gradients_on_last(parallel, rows(micro_batches)):
@@ -71,9 +72,11 @@ def subject(model: str, sizes: dict[str, int], micro_batches: int) -> nn.Module:
     return parallel
 
 
-def gradient_ratios(model: str, sizes: dict[str, int], micro_batches: int) -> dict[str, float]:
+def gradient_ratios(
+    model: str, sizes: dict[str, int], micro_batches: int, **options: Any
+) -> dict[str, float]:
     expected, reference = one_process(model, micro_batches)
-    parallel = subject(model, sizes, micro_batches)
+    parallel = subject(model, sizes, micro_batches, **options)
     ratios = {}
     for name, parameter in parallel.named_parameters():
         gradient = full(parameter.grad)
@@ -99,6 +102,14 @@ def test_b07_p6_gradients_of_experts_have_the_scale_of_dense_ones(
     ratios = run_on_ranks(world_size, gradient_ratios, model, sizes, micro_batches)[0]
     assert any("experts" in name for name in ratios)
     assert all(abs(ratio - 1) < 1e-4 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize("ep_size", [1, 2], ids=["whole experts", "ep 2"])
+def test_a_plan_may_split_the_tokens_of_layers_of_experts(ep_size: int) -> None:
+    """Each tp rank sees a part of the tokens, so that the gradients of what is whole are summed."""
+    sizes, plan = {"tp_size": 2, "ep_size": ep_size}, {"layers.*.mlp": SplitTokens()}
+    for ratios in run_on_ranks(4, gradient_ratios, "own", sizes, 2, tp_plan=plan):
+        assert all(abs(ratio - 1) < 1e-4 for ratio in ratios.values()), ratios
 
 
 def sum_of_losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwalk.parallelizer_core.fp32_pins import is_pinned, pin_fp32_parameters
+from shardwalk.parallelizer_core.fp32_pins import (
+    is_pinned,
+    pin_fp32_parameters,
+    pin_parameters_below,
+)
 
 
 class Block(nn.Module):
@@ -84,3 +89,20 @@ def test_marks_are_per_parameter():
     assert is_pinned(model.layers[0].gate.weight)
     assert not is_pinned(model.layers[0].gated.weight)
     assert not is_pinned(Model(["gate"]).layers[0].gate.weight)
+
+
+def test_names_pin_what_stands_below_them_in_one_part_of_a_model():
+    model = Model(None)
+    found = pin_parameters_below(model.layers[0], ["gate", "router"])
+    assert list(found) == ["gate.weight", "gate.bias"]
+    assert is_pinned(model.layers[0].gate.weight)
+    assert not is_pinned(model.layers[1].gate.weight)
+    with pytest.raises(ValueError, match="gate.weight is pinned to float32"):
+        pin_parameters_below(Model(None).to(torch.bfloat16).layers[0], ["gate"])
+
+
+def test_a_wrapper_on_the_path_hides_nothing():
+    model = Model(["layers.1.gate.weight"])
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    pin_fp32_parameters(model)
+    assert is_pinned(model.layers[1].gate.weight)

@@ -109,6 +109,17 @@ def test_a_dtype_error_of_the_model_names_the_option_that_casts_inputs():
     assert run_on_ranks(2, float_inputs_into_bf16, True) == [torch.bfloat16] * 2
 
 
+def call_without_values():
+    with torch.device("meta"):
+        model = sharded()
+    return model(ids())
+
+
+def test_a_call_without_values_names_what_gives_them():
+    with pytest.raises(RankError, match=r"call materialize\(model,\s+checkpoint=\.\.\.\)"):
+        run_on_ranks(1, call_without_values)
+
+
 def train_around_a_tracker():
     model = sharded()
     counts = []

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from shardwalk.mesh import DistributedSetup, FSDP2Config, ParallelismSizes
+from shardwalk.parallelizer_core import parallelize_model
 from shardwalk.parallelizer_core.tensor_parallel import RowParallel, SequenceBoundary
 from shardwalk.parallelizer_core.tensor_parallel.apply import apply_plan
 from shardwalk.parallelizer_core.tensor_parallel.parallelize import plan_tensors
@@ -124,6 +126,28 @@ def step_in_order(order):
 @pytest.mark.parametrize("order", ["abab", "abbc", "aaaa"])
 def test_repeated_blocks_whose_ends_come_in_pairs_have_the_numbers_of_one_process(order):
     run_on_ranks(2, step_in_order, order)
+
+
+def step_without_tokens(shape):
+    torch.manual_seed(0)
+    model = toys.Decoder(toys.FlatBlock)
+    expected = model(torch.arange(14).view(2, 7))
+    context = cached(("tp setup", 2), lambda: DistributedSetup.build(
+        FSDP2Config(sequence_parallel=True, mp_policy={"param_dtype": None, "reduce_dtype": None}),
+        ParallelismSizes(tp_size=2),
+    ).mesh_context)  # fmt: skip
+    model = parallelize_model(model, context)
+    empty = model(torch.zeros(shape, dtype=torch.int64))
+    assert empty.shape == (*shape, toys.WORDS)
+    empty.sum().backward()
+    assert not any(p.grad.full_tensor().any() for p in model.parameters())
+    torch.testing.assert_close(model(torch.arange(14).view(2, 7)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0)])
+def test_a_batch_without_tokens_leaves_zero_gradients(shape):
+    """torch takes no view of a tensor that is split along a dimension of no length."""
+    run_on_ranks(2, step_without_tokens, shape)
 
 
 class Rows(nn.Module):

@@ -351,6 +351,64 @@ def test_pinned_parameters_are_stored_computed_and_reduced_in_fp32(frozen):
             assert all(torch.equal(other[4][name], grads[name]) for other in others)
 
 
+class Holder(nn.Module):
+    """A pinned router beside a layer that a sidecar makes a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 60)
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.seen = x.dtype
+        return self.inner(x) * self.gate(x.float()).sigmoid()[..., :6].to(x.dtype)
+
+
+class HeavyRouter(nn.Module):
+    """A block whose router has most of its parameters, or all that no unit holds yet."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6) if norm else nn.Identity()
+        self.mlp = Holder()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class HeavyRouters(Decoder):
+    _keep_in_fp32_modules_strict = ("gate",)
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__(block=lambda: HeavyRouter(norm=norm), blocks=2)
+
+
+class InnerFirst(ModelParallelizer):
+    def _apply_fsdp_sharding(self, module, mesh, mp_policy, *args, **kwargs):
+        for block in module.layers:
+            self._fully_shard_module(block.mlp.inner, mesh=mesh, mp_policy=mp_policy)
+        super()._apply_fsdp_sharding(module, mesh, mp_policy, *args, **kwargs)
+
+
+def heavy_routers(norm):
+    HeavyRouters.parallelizer = InnerFirst()
+    model = sharded(HeavyRouters, options={"mp_policy": BF16}, norm=norm)
+    model(ids()).float().square().mean().backward()
+    trained = all(gradient is not None for gradient in full_gradients(model).values())
+    return unit_names(model), [block.mlp.seen for block in model.layers], trained
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["a norm is left", "nothing else is left"])
+def test_a_pinned_router_is_a_unit_alone_however_large_it_is(norm):
+    """As the rest of a block, or of what holds another unit, it would make all inputs fp32."""
+    names, seen, trained = run_on_ranks(2, heavy_routers, norm)[0]
+    assert {"layers.0.mlp.gate", "layers.0.mlp.inner"} <= set(names)
+    assert "layers.0.mlp" not in names
+    assert "layers.0.norm" not in names
+    assert seen == [torch.bfloat16] * 2
+    assert trained
+
+
 class DifferentData(GatedModel):
     pass
 

@@ -22,6 +22,7 @@ from shardwalk.moe_ep.router_biases import (
 )
 from shardwalk.moe_ep.router_replay import RecordedRoutes, record_routes, replay_routes
 from shardwalk.moe_ep.state_dict import PerExpertAdapter
+from shardwalk.moe_ep.tokens_over_tp import SplitTokens
 from shardwalk.moe_ep.walk import parallelize_experts
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "RecordedRoutes",
     "Routing",
     "SharedExperts",
+    "SplitTokens",
     "TokenDispatcher",
     "attach_router_bias_update",
     "expert_load_report",

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardwalk.mesh.policies import default_mp_policy
 from shardwalk.moe_ep.heads import shares_weights
 from shardwalk.parallelizer_core import ModelParallelizer
-from shardwalk.parallelizer_core.fp32_pins import is_pinned, pin_fp32_parameters
+from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
 from shardwalk.parallelizer_core.fsdp2.root import watch_root
 from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions
 from shardwalk.parallelizer_core.layers import has_forward
@@ -22,19 +22,15 @@ from shardwalk.parallelizer_core.layers import has_forward
 _INNER = "model"
 
 
-def shard_around_experts(
-    sidecar: ModelParallelizer, holders: Sequence[nn.Module], *, wraps_outer: bool
-) -> ModelParallelizer:
-    """A copy of `sidecar` whose `_apply_fsdp_sharding` knows what stands beside experts.
+def shard_around_experts(sidecar: ModelParallelizer, *, wraps_outer: bool) -> ModelParallelizer:
+    """A copy of `sidecar` whose `_apply_fsdp_sharding` knows which module is the root.
 
     Args:
-        holders: the modules around experts.
         wraps_outer: whether the whole model is the root unit; else its inner model is.
     """
     sharding = _Sharding(
         shard=sidecar._apply_fsdp_sharding,
         door=sidecar._fully_shard_module,
-        holders=tuple(holders),
         wraps_outer=wraps_outer,
     )
     around = copy.copy(sidecar)
@@ -77,7 +73,6 @@ class _Sharding:
 
     shard: Callable[..., None]
     door: Callable[..., nn.Module]
-    holders: tuple[nn.Module, ...]
     wraps_outer: bool
 
     def __call__(
@@ -89,38 +84,17 @@ class _Sharding:
         **options: Any,
     ) -> None:
         pin_fp32_parameters(module)  # those that tensor parallelism replaced too
-        units = UnitOptions(mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
-        # Beside experts that are a unit, a pinned router may be all that is left in its layer, and
-        # would make the layer a unit that casts its tokens.
-        for router in self._pinned_parts():
-            reshard = options.get("reshard_after_forward")
-            self.door(router, **units.for_unit(reshard_after_forward=reshard))
         if self.wraps_outer or not _has_inner(module):
             self.shard(module, mesh, mp_policy, offload_policy, **options)
             return
         inner = module.get_submodule(_INNER)
         self.shard(inner, mesh, mp_policy, offload_policy, **options)
         watch_root(inner, mp_policy or default_mp_policy())
+        units = UnitOptions(mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
         for part in _parts_around(module, inner):
             # The backward starts with it.
             self.door(part, **units.for_unit(reshard_after_forward=False, is_root=True))
             watch_root(part, mp_policy or default_mp_policy())
-
-    def _pinned_parts(self) -> Iterator[nn.Module]:
-        for holder in self.holders:
-            yield from _pinned_below(holder)
-
-
-def _pinned_below(module: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules in `module` whose parameters are all pinned to fp32."""
-    for child in module.children():
-        if isinstance(child, FSDPModule):
-            continue
-        parameters = list(child.parameters())
-        if has_forward(child) and parameters and all(is_pinned(p) for p in parameters):
-            yield child
-        else:
-            yield from _pinned_below(child)
 
 
 def _has_inner(model: nn.Module) -> bool:

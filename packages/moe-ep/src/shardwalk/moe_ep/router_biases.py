@@ -129,8 +129,9 @@ def _refuse_attaching(gates: list[Gate], optimizer: Optimizer) -> None:
         )
     if not gates:
         raise ValueError(
-            "no gate of the model has a correction bias to update; set correction_bias=True and "
-            "bias_update_speed above 0 in its MoEConfig"
+            "no gate of the model has a correction bias to update; build the model with "
+            "bias_update_speed above 0, and with correction_bias=True where that is a choice: in "
+            "the MoEConfig of its layers, or as the arguments of a model that makes them itself"
         )
     updates = [found() for gate in gates if (found := _attached.get(gate)) is not None]
     if any(update is not None and update.is_attached() for update in updates):

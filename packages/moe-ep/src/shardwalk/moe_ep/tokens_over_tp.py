@@ -92,9 +92,11 @@ def _refuse_layers(model: nn.Module, layers: Sequence[ExpertLayer], tp_size: int
         )
 
 
-def _refuse_cuts_inside(layer: ExpertLayer, plan: Mapping[str, Any]) -> None:
-    for path in plan:
-        if path == layer.holder_path or path.startswith(f"{layer.holder_path}."):
+def _refuse_cuts_inside(layer: ExpertLayer, plan: Mapping[str, tuple[ParallelStyle, ...]]) -> None:
+    for path, styles in plan.items():
+        is_inside = path.startswith(f"{layer.holder_path}.")
+        is_split = all(isinstance(style, SplitTokens) for style in styles)
+        if is_inside or (path == layer.holder_path and not is_split):
             raise ValueError(
                 f"the tensor-parallel plan names {path}, which is in the layer of experts "
                 f"{layer.holder_path}: its tokens are split over tp, and all but its experts stays "
@@ -123,19 +125,24 @@ def _hidden(model: nn.Module, layers: Sequence[ExpertLayer]) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class SplitTokens(ParallelStyle):
-    """A layer of experts that takes a part of the tokens on each rank.
+    """A layer of experts that takes a part of the tokens on each rank of the axis.
 
     Its input, [rows, length, width] or [tokens, width], is whole on every rank or split over its
     length already; the output is as the input. Lengths need not divide, and a rank may have none.
+    What the layer holds stays whole, with gradients that are summed over the axis.
+
+    In a plan it stands as ``SplitTokens()`` at the module around router and experts; the
+    expert-parallel walk puts it there by itself.
 
     Attributes:
-        experts: the module in the layer that this style leaves alone.
+        experts: the module in the layer that this style leaves alone, since its weights are spread
+            otherwise; None where experts are whole on every rank too.
     """
 
-    experts: nn.Module
+    experts: nn.Module | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        inside = set(self.experts.modules())
+        inside = set() if self.experts is None else set(self.experts.modules())
         owners = [
             owner
             for owner in module.modules()

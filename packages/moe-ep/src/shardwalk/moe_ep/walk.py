@@ -49,8 +49,7 @@ def parallelize_experts(
     pin_fp32_parameters(model)
     spread.apply(options.for_experts(), door=sidecar._fully_shard_module)
     assert mesh_context.device_mesh is not None
-    holders = list(dict.fromkeys(layer.holder for layer in layers))
-    sidecar = shard_around_experts(sidecar, holders, wraps_outer=options.config.wrap_outer_model)
+    sidecar = shard_around_experts(sidecar, wraps_outer=options.config.wrap_outer_model)
     return sidecar._apply(model, mesh_context.device_mesh, **arguments)
 
 

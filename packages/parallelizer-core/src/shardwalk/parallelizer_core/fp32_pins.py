@@ -8,7 +8,7 @@ module: `gate` pins every parameter in a module called gate, `mlp.gate.weight` o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -33,17 +33,24 @@ def pin_fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, torch.Tensor] = {}
     for prefix, owner in model.named_modules():
         for pin in _pins_of(owner):
+            _check_pin(owner, pin)
             found.update(_matches(prefix, owner, pin))
-    for name, tensor in found.items():
-        _widen(name, tensor)
-    parameters = {n: tensor for n, tensor in found.items() if isinstance(tensor, nn.Parameter)}
-    for parameter in parameters.values():
-        _pinned[parameter] = True
-    return parameters
+    return _pin(found)
+
+
+def pin_parameters_below(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Mark what stands below `names` in `module` as `pin_fp32_parameters` does, and return it.
+
+    For the part of a model that a sidecar shards by itself; a name may match nothing there.
+
+    Raises:
+        ValueError: real weights are stored in a narrower dtype than float32.
+    """
+    return _pin({key: tensor for pin in names for key, tensor in _matches("", module, pin)})
 
 
 def is_pinned(parameter: nn.Parameter) -> bool:
-    """Whether `pin_fp32_parameters` marked this parameter."""
+    """Whether a parameter is marked to compute in fp32."""
     return parameter in _pinned
 
 
@@ -70,16 +77,28 @@ def _pins_of(module: nn.Module) -> Iterator[str]:
     return iter((names,) if isinstance(names, str) else names or ())
 
 
+def _pin(found: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    for name, tensor in found.items():
+        _widen(name, tensor)
+    parameters = {n: tensor for n, tensor in found.items() if isinstance(tensor, nn.Parameter)}
+    for parameter in parameters.values():
+        _pinned[parameter] = True
+    return parameters
+
+
 def _matches(prefix: str, owner: nn.Module, pin: str) -> Iterator[tuple[str, torch.Tensor]]:
+    dot = f"{prefix}." if prefix else ""
+    for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+        if _has_segments(name, pin) and tensor.is_floating_point():
+            yield f"{dot}{name}", tensor
+
+
+def _check_pin(owner: nn.Module, pin: str) -> None:
     if not _names_something(owner, pin):
         raise ValueError(
             f"{PIN_ATTRIBUTE} of {type(owner).__name__} pins {pin!r}, which names no module, "
             f"parameter or buffer in it; correct the name, or remove it from the list of this model"
         )
-    dot = f"{prefix}." if prefix else ""
-    for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
-        if _has_segments(name, pin) and tensor.is_floating_point():
-            yield f"{dot}{name}", tensor
 
 
 def _names_something(owner: nn.Module, pin: str) -> bool:
@@ -90,7 +109,7 @@ def _names_something(owner: nn.Module, pin: str) -> bool:
 
 
 def _has_segments(name: str, pin: str) -> bool:
-    return f".{pin}." in f".{name}."
+    return f".{pin}." in f".{canonical_name(name)}."
 
 
 def _widen(name: str, tensor: torch.Tensor) -> None:
@@ -99,8 +118,7 @@ def _widen(name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_meta:
         raise ValueError(
             f"{name} is pinned to float32 ({PIN_ATTRIBUTE}) but stored in {tensor.dtype}: its "
-            f"low bits are "
-            f"lost; build the model in float32 or load it on the meta device, or call .float() on "
-            f"that module"
+            f"low bits are lost; build the model in float32 or load it on the meta device, or call "
+            f".float() on that module"
         )
     tensor.data = tensor.data.float()

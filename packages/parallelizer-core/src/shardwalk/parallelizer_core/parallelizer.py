@@ -158,10 +158,15 @@ class ModelParallelizer:
 
         Raises:
             MissingExpertParallelError: (an ImportError) none is installed; it says what to install.
+            ValueError: as in `_validate_tp_mesh`.
         """
         provider = expert_parallel_provider()
-        if mesh_context.device_mesh is not None:
-            check_equal_start(model, mesh_context.device_mesh)
+        mesh = mesh_context.device_mesh
+        if mesh is not None:
+            tp_mesh = _axis(mesh, "tp")
+            if tp_mesh is not None and tp_mesh.size() > 1:
+                self._validate_tp_mesh(model, tp_mesh)
+            check_equal_start(model, mesh)
         return provider(model, mesh_context, self)
 
     def _apply_unsharded(self, model: nn.Module, mesh_context: MeshContext) -> nn.Module:

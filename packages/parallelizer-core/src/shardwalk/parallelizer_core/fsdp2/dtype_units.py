@@ -58,7 +58,9 @@ def shard_unit(module: nn.Module, door: Door, **kwargs: Any) -> nn.Module:
     kinds = [_dtypes(p, policy) for p in unheld_parameters(module) if p not in ignored]
     unit = _prevailing((kind, 1) for kind in kinds)
     if unit is not None and (
-        any(not kind.fits(unit) for kind in kinds) or _scalars(module, ignored)
+        any(not kind.fits(unit) for kind in kinds)
+        or _scalars(module, ignored)
+        or (unit.pinned and _holds_unit(module))
     ):
         return fully_shard_by_dtype(module, door, **kwargs)
     if unit is not None and unit.pinned:
@@ -75,9 +77,10 @@ def shard_unit(module: nn.Module, door: Door, **kwargs: Any) -> nn.Module:
 def fully_shard_by_dtype(module: nn.Module, door: Door, **kwargs: Any) -> nn.Module:
     """Split `module` into units of one dtype each: what differs first, then the rest.
 
-    The rest has the dtypes that most elements have. A parameter that differs and sits bare beside
-    others in its module (or has no dimension to shard) stays whole, equal on every rank,
-    and its gradient is averaged by a hook.
+    The rest has the dtypes that most elements have of those that are not pinned: a unit of pinned
+    ones casts what comes in, and around other parts that would change what they compute. A
+    parameter that differs and sits bare beside others in its module (or has no dimension to shard)
+    stays whole, equal on every rank, and its gradient is averaged by a hook.
 
     Args:
         module: the block; parameters that a unit holds already are left alone.
@@ -87,15 +90,16 @@ def fully_shard_by_dtype(module: nn.Module, door: Door, **kwargs: Any) -> nn.Mod
     policy = kwargs.get("mp_policy") or MixedPrecisionPolicy()
     ignored: set[nn.Parameter] = set(kwargs.get("ignored_params") or ())
     rest = _prevailing(
-        (_dtypes(p, policy), p.numel()) for p in unheld_parameters(module) if p not in ignored
+        (_dtypes(p, policy), p.numel())
+        for p in unheld_parameters(module)
+        if p not in ignored and not is_pinned(p)
     )
-    assert rest is not None, "only a module with parameters is split"
     for part in _parts(module, rest, policy, ignored):
         door(part, **kwargs)
     bare = [  # in an order that is the same on every rank: one buffer reduces them
         p
         for p in unheld_parameters(module)
-        if p not in ignored and (p.ndim == 0 or not _dtypes(p, policy).fits(rest))
+        if p not in ignored and (p.ndim == 0 or not _fits(p, rest, policy))
     ]
     kwargs["ignored_params"] = ignored.union(bare)
     door(module, **kwargs)
@@ -145,23 +149,38 @@ def _prevailing(weighed: Iterable[tuple[UnitDtypes, int]]) -> UnitDtypes | None:
 
 
 def _parts(
-    module: nn.Module, rest: UnitDtypes, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
+    module: nn.Module,
+    rest: UnitDtypes | None,
+    policy: MixedPrecisionPolicy,
+    ignored: set[nn.Parameter],
 ) -> list[nn.Module]:
-    """The largest submodules whose parameters all differ from `rest` in the same way."""
+    """The largest submodules whose parameters all differ from `rest` in the same way.
+
+    None of them holds a unit already, which would get inputs that the part's policy casts.
+    """
     found: list[nn.Module] = []
     for child in module.children():
         own = [p for p in unheld_parameters(child) if p not in ignored]
-        if isinstance(child, FSDPModule) or not own:
+        if isinstance(child, FSDPModule) or all(_fits(p, rest, policy) for p in own):
             continue
         kinds = [_dtypes(p, policy) for p in own]
         unit = _prevailing((kind, 1) for kind in kinds)
         assert unit is not None
-        is_part = not unit.fits(rest) and all(kind.fits(unit) for kind in kinds)
-        if is_part and has_forward(child) and all(p.ndim for p in own):
+        is_part = all(kind.fits(unit) for kind in kinds) and has_forward(child)
+        if is_part and not _holds_unit(child) and all(p.ndim for p in own):
             found.append(child)
-        elif any(not kind.fits(rest) for kind in kinds):
+        else:
             found.extend(_parts(child, rest, policy, ignored))
     return list(dict.fromkeys(found))
+
+
+def _fits(parameter: nn.Parameter, unit: UnitDtypes | None, policy: MixedPrecisionPolicy) -> bool:
+    """Whether a parameter may live in a unit of these dtypes; None is one that holds none."""
+    return unit is not None and _dtypes(parameter, policy).fits(unit)
+
+
+def _holds_unit(module: nn.Module) -> bool:
+    return any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module)
 
 
 def _scalars(module: nn.Module, ignored: set[nn.Parameter]) -> bool:

@@ -38,6 +38,7 @@ def _after_forward(mp_policy: MixedPrecisionPolicy) -> Any:
     def hook(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         assert isinstance(root, FSDPModule)
         error = sys.exc_info()[1]
+        _explain_missing_values(error, root)
         # A tool that replaces torch's own hooks makes them run after this one; without an error an
         # open iteration says no more than that.
         if error is not None and forward_was_interrupted(root):
@@ -53,6 +54,15 @@ def _after_forward(mp_policy: MixedPrecisionPolicy) -> Any:
 def _leads_to_a_backward(output: Any) -> bool:
     """Whether gradients may flow back: not where they are disabled, nor if all is frozen."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in([output]))
+
+
+def _explain_missing_values(error: BaseException | None, root: nn.Module) -> None:
+    """Name the call that gives weights on meta their values, where torch names another."""
+    if isinstance(error, Exception) and any(p.is_meta for p in root.parameters()):
+        error.add_note(
+            "The weights of this model are on the meta device: call materialize(model, "
+            "checkpoint=...) or materialize(model, init=...) before the model is called"
+        )
 
 
 def _explain_late_parameters(error: BaseException, root: nn.Module) -> None:

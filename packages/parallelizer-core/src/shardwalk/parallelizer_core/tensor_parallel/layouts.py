@@ -2,7 +2,8 @@
 
 A whole tensor is a plain tensor that every rank of the axis holds alike. A tensor split over the
 sequence is a DTensor cut along dimension 1, so that its global length goes with it where lengths do
-not divide by the axis.
+not divide by the axis. One without any token is a DTensor that every rank holds alike: torch takes
+no view of a dimension that is cut and empty.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def check_whole_sequence(x: Tensor, place: str) -> None:
 
 def check_split_sequence(x: DTensor, place: str) -> None:
     """Raise ValueError unless `x` is a [rows, length, width] that is split over its length."""
-    if x.ndim != 3 or tuple(x.placements) != (Shard(SEQUENCE_DIM),):
+    if x.ndim != 3 or tuple(x.placements) != (_over_sequence(x),):
         raise _misplaced(x, place)
 
 
@@ -52,12 +53,12 @@ def sum_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def sum_parts_over_sequence(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """The sum over the axis, [rows, length, ...], of which every rank keeps its tokens."""
-    return _from_local(x, mesh, Partial()).redistribute(placements=[Shard(SEQUENCE_DIM)])
+    return _from_local(x, mesh, Partial()).redistribute(placements=[_over_sequence(x)])
 
 
 def split_sequence(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's tokens of a whole tensor [rows, length, ...]."""
-    return _from_local(x, mesh, Replicate()).redistribute(placements=[Shard(SEQUENCE_DIM)])
+    return _from_local(x, mesh, Replicate()).redistribute(placements=[_over_sequence(x)])
 
 
 def gather_sequence(x: DTensor) -> Tensor:
@@ -79,7 +80,7 @@ def on_local(function: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
     """`function`, which works token by token, on this rank's tokens of `x`."""
     local = function(x.to_local())
     shape = (*x.shape[:2], *local.shape[2:])
-    return _of_shape(local, x.device_mesh, Shard(SEQUENCE_DIM), shape)
+    return _of_shape(local, x.device_mesh, _over_sequence(x), shape)
 
 
 def map_sequence_tensors(function: Callable[[DTensor], Any], values: Any) -> Any:
@@ -89,6 +90,11 @@ def map_sequence_tensors(function: Callable[[DTensor], Any], values: Any) -> Any
     if type(values) in (tuple, list):
         return type(values)(map_sequence_tensors(function, value) for value in values)
     return values
+
+
+def _over_sequence(x: Tensor) -> Placement:
+    """How a tensor [rows, length, ...] of that global shape lies when it is split."""
+    return Shard(SEQUENCE_DIM) if x.shape[SEQUENCE_DIM] else Replicate()
 
 
 def _from_local(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
