@@ -240,6 +240,13 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(default=False, requires=["base"])
+def demo_praxis(session: nox.Session) -> None:
+    """Train a small Praxis policy with experts over gloo ranks, then adapters for another robot."""
+    install(session, *group("demo-praxis"), *editable(PACKAGES.values()))
+    session.run("python", "examples/train_praxis.py", *session.posargs)
+
+
+@nox.session(default=False, requires=["base"])
 def demo_beam(session: nox.Session) -> None:
     """Train a small Beam with experts over gloo ranks; resume it elsewhere, export it."""
     install(session, *group("demo-beam"), *editable(PACKAGES.values()))

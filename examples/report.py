@@ -86,10 +86,13 @@ class StepProgress:
     ) -> None:
         self._bar.stop()
 
-    def done(self, step: int, loss: float, norm: float, tokens_per_second: float) -> None:
-        """Show one more step as done."""
+    def done(
+        self, step: int, loss: float, norm: float, tokens_per_second: float, **parts: float
+    ) -> None:
+        """Show one more step as done; `parts` are losses by name that the loss is made of."""
+        named = "".join(f"  {name} {value:.4f}" for name, value in parts.items())
         self._bar.console.print(
-            f"step {step}  loss {loss:.4f}  gradient norm {norm:.4f}  "
+            f"step {step}  loss {loss:.4f}{named}  gradient norm {norm:.4f}  "
             f"{tokens_per_second:.0f} tokens/s"
         )
         self._bar.advance(self._task)

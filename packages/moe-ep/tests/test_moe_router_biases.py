@@ -144,6 +144,19 @@ def test_biases_replicated_by_hand_are_updated_over_that_mesh():
             assert torch.equal(bias, gate.e_score_correction_bias)
 
 
+def counted_over():
+    mesh = cached(("by hand", 2), lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("data",)))
+    gate = a_gate()
+    before = gate.counts_over
+    replicate_router_biases(nn.ModuleList([gate]), mesh)
+    groups = gate.counts_over
+    return before.data_ranks, before.stage, groups.data_ranks, groups.stage == (mesh.get_group(),)
+
+
+def test_without_a_context_a_gate_counts_over_the_mesh_of_its_bias():
+    assert run_on_ranks(2, counted_over)[0] == (1, (), 2, True)
+
+
 def test_the_mesh_must_be_one():
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh"):
         replicate_router_biases(nn.Linear(2, 2), None)

@@ -11,11 +11,13 @@ import torch
 from moe_layer_toys import MoEDecoder, token_ids
 from moe_walk_toys import CommonBlock, CommonDecoder, Router, Wrapped, context, sharded
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwalk.moe_ep.expert_units import expert_mesh_of
 from shardwalk.parallelizer_core import ModelParallelizer, describe_units, parallelize_model
-from shardwalk.parallelizer_core.testing import run_on_ranks
+from shardwalk.parallelizer_core.testing import cached, run_on_ranks
 
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
@@ -42,6 +44,16 @@ def test_replicas_of_experts() -> None:
     found = run_on_ranks(4, units, CommonDecoder, options)[0]
     assert found["layers.0.mlp.experts"] == "ep_replicate 2 x ep_shard 1 x ep 2"
     assert found["layers.0"] == "dp_replicate 2 x dp_shard_cp 2"
+
+
+def mesh_without_shards() -> list[Any]:
+    moe_mesh = cached("ep alone", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    mesh = expert_mesh_of(moe_mesh, data_ranks=2)
+    return [mesh.ep.size(), mesh.shards.size(), mesh.gradient_factor]
+
+
+def test_a_moe_mesh_may_have_the_ep_axis_alone() -> None:
+    assert run_on_ranks(2, mesh_without_shards) == [[2, 1, 0.5]] * 2
 
 
 def placements() -> list[tuple[Any, ...]]:

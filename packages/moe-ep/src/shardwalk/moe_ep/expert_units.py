@@ -40,15 +40,27 @@ class ExpertMesh:
 
 def expert_mesh(mesh_context: MeshContext) -> ExpertMesh:
     """The expert mesh of a context that has a moe mesh."""
-    moe_mesh = mesh_context.moe_mesh
-    assert moe_mesh is not None
+    assert mesh_context.moe_mesh is not None
+    data_ranks = mesh_context.data_world_size * mesh_context.cp_size
+    return expert_mesh_of(mesh_context.moe_mesh, data_ranks=data_ranks)
+
+
+def expert_mesh_of(moe_mesh: DeviceMesh, *, data_ranks: int) -> ExpertMesh:
+    """The expert mesh of a moe mesh.
+
+    Args:
+        moe_mesh: has the axis ep and, where its ranks are more, ep_shard and ep_replicate.
+        data_ranks: those that a dense gradient is the mean of.
+    """
     names = moe_mesh.mesh_dim_names or ()
     wanted = (MeshAxisName.EP_REPLICATE, MeshAxisName.EP_SHARD)
-    shards = get_submesh(moe_mesh, tuple(str(name) for name in wanted if name in names))
+    others = tuple(str(name) for name in wanted if name in names)
+    # A flattened axis of none of the mesh's axes is this rank alone.
+    shards = get_submesh(moe_mesh, others or str(MeshAxisName.DP_SHARD_CP))
     return ExpertMesh(
         ep=get_submesh(moe_mesh, str(MeshAxisName.EP)),
         shards=shards,
-        gradient_factor=shards.size() / (mesh_context.data_world_size * mesh_context.cp_size),
+        gradient_factor=shards.size() / data_ranks,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwalk.mesh import MeshContext, get_flat_mesh
 
@@ -39,6 +40,12 @@ class GateGroups:
         if len(stage) > 1 and mesh_context.pp_size == 1:
             stage = (_group_of_the_mesh(mesh_context),)  # one collective instead of two
         return cls(data_ranks=data.size(), sequence=(*over_cp, *over_tp), stage=stage)
+
+    @classmethod
+    def of_data_mesh(cls, mesh: DeviceMesh) -> GateGroups:
+        """Those of a mesh of data-parallel ranks, none of which share a sequence."""
+        over_mesh = (mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+        return cls(data_ranks=mesh.size(), stage=tuple(over_mesh))
 
 
 def sum_over(groups: tuple[dist.ProcessGroup, ...], counts: Tensor) -> Tensor:

@@ -112,6 +112,14 @@ class Gate(KeepsFloat32):
         """The ranks that it shares tokens with; None before `finalize_parallelization`."""
         return _groups.get(self)
 
+    @property
+    def counts_over(self) -> GateGroups:
+        """Those of `groups`, else those of the mesh that its bias is replicated over, else none."""
+        bias = self.e_score_correction_bias
+        if self.groups is None and isinstance(bias, DTensor):
+            return GateGroups.of_data_mesh(bias.device_mesh)
+        return self.groups or GateGroups()
+
     def reset_load(self) -> None:
         """Begin to count anew."""
         self._load = None
@@ -234,7 +242,7 @@ class Gate(KeepsFloat32):
             probabilities = logits.softmax(-1)
         if mask is not None:
             probabilities = probabilities.masked_fill(~mask[:, None], 0)
-        return self.balance_loss.attach(weights, probabilities, tokens, self.groups or GateGroups())
+        return self.balance_loss.attach(weights, probabilities, tokens, self.counts_over)
 
 
 def top_k_experts(scores: Tensor, bias: Tensor | None, config: MoEConfig) -> Tensor:

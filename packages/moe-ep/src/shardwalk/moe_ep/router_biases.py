@@ -12,10 +12,8 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -95,8 +93,8 @@ def global_loads(gates: Sequence[Gate]) -> list[Tensor]:
     """The loads of gates over all ranks of the stage, int64 [E] each; one all-reduce."""
     if not gates:
         return []
-    groups = _groups_of(gates[0])
-    if any(_groups_of(gate) != groups for gate in gates):
+    groups = gates[0].counts_over.stage
+    if any(gate.counts_over.stage != groups for gate in gates):
         raise ValueError(
             "the gates count over different ranks; parallelize them with one mesh, or pass the "
             "models one by one"
@@ -141,12 +139,3 @@ def _refuse_attaching(gates: list[Gate], optimizer: Optimizer) -> None:
             "the router biases of this model have an update attached to an optimizer already; call "
             "remove() on the handle that attach_router_bias_update returned first"
         )
-
-
-def _groups_of(gate: Gate) -> tuple[dist.ProcessGroup, ...]:
-    """Those of `finalize_parallelization`, else of the mesh that its bias is replicated over."""
-    bias = gate.e_score_correction_bias
-    if gate.groups is not None or not isinstance(bias, DTensor):
-        return () if gate.groups is None else gate.groups.stage
-    mesh = bias.device_mesh
-    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)

@@ -1,0 +1,76 @@
+"""Where a policy keeps its blocks and experts, and what of a moe mesh is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwalk.mesh import get_submesh
+from shardwalk.model_praxis.action_expert import ActionExpert
+from shardwalk.model_praxis.backbone import Backbone
+from shardwalk.moe_ep import MoE
+
+if TYPE_CHECKING:  # the policy's class carries the sidecar
+    from shardwalk.model_praxis.model import PraxisPolicy
+
+_WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls its module
+
+
+def policy_in(model: nn.Module) -> PraxisPolicy:
+    """The policy in `model`: itself, or the one that a wrapper holds.
+
+    Raises:
+        TypeError: there is none, or several.
+    """
+    found = [module for module in model.modules() if _is_policy(module)]
+    if len(found) != 1:
+        raise TypeError(
+            f"{type(model).__name__} holds {len(found)} Praxis policies; PraxisModelParallelizer "
+            f"shards a module that is one, or holds one"
+        )
+    return cast("PraxisPolicy", found[0])
+
+
+def _is_policy(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "backbone", None), Backbone) and isinstance(
+        getattr(module, "action_expert", None), ActionExpert
+    )
+
+
+def block_lists(policy: PraxisPolicy) -> tuple[nn.ModuleList, ...]:
+    """The stacks of blocks: encoder tower, decoder tower, action expert."""
+    return (
+        policy.backbone.encoder.blocks,
+        policy.backbone.decoder.blocks,
+        policy.action_expert.layers,
+    )
+
+
+def moe_of(block: nn.Module) -> MoE | None:
+    """The experts' layer of a block of a tower; None for dense ones and the action expert's."""
+    ffn = getattr(unwrapped_block(block), "ffn", None)
+    return ffn if isinstance(ffn, MoE) else None
+
+
+def unwrapped_block(block: nn.Module) -> Any:
+    """The block in torch's wrappers for checkpointing, of those who checkpoint by hand."""
+    inner = dict(block.named_children()).get(_WRAPPED)
+    return block if inner is None else unwrapped_block(inner)
+
+
+def expert_meshes(moe_mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The ep axis, and the axes that experts are sharded (before that replicated) over.
+
+    None for what is not there or has one rank.
+    """
+    if moe_mesh is None:
+        return None, None
+    return _used(moe_mesh, "ep"), _used(moe_mesh, "ep_replicate", "ep_shard")
+
+
+def _used(mesh: DeviceMesh, *axes: str) -> DeviceMesh | None:
+    names = tuple(axis for axis in axes if axis in (mesh.mesh_dim_names or ()))
+    found = get_submesh(mesh, names) if names else None
+    return None if found is None or found.size() == 1 else found
