@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from shardwalk.parallelizer_core.parallel_state import fsdp_units
@@ -29,6 +30,8 @@ __all__ = [
     "buffers_of",
     "concatenate_meshes",
     "drop_unreduced_gradients",
+    "exchange_parts",
+    "enabled_attention_backends",
     "foreach_norms",
     "foreach_scale_",
     "forget_interrupted_forward",
@@ -270,6 +273,11 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
                 param._unsharded_param.grad = None
 
 
+def enabled_attention_backends() -> list[SDPBackend]:
+    """What scaled dot-product attention may choose among, the first choice first (2.13.0)."""
+    return list(_cur_sdpa_kernel_backends(with_priority=True))
+
+
 def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """The norm of each tensor, in `dtype`, in one fused call (2.13.0 spells it privately).
 
@@ -381,3 +389,16 @@ def without_innermost_mode() -> AbstractContextManager[Any]:
     Inside ``__torch_dispatch__`` that is the mode below the one that dispatches.
     """
     return _pop_mode_temporarily()
+
+
+def exchange_parts(
+    x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Pieces of `x` along its first dimension from every rank to every rank (2.13.0).
+
+    The gradient goes the way back. The public functions have no backward, or none that compiles.
+    """
+    operators = torch.ops._c10d_functional_autograd
+    moved = operators.all_to_all_single(x, received, sent, group.group_name)
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(moved)
+    return waited

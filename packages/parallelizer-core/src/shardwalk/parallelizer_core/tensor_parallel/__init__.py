@@ -1,5 +1,9 @@
 """Tensor parallelism: plans, the styles they are made of, and what they leave whole."""
 
+from shardwalk.parallelizer_core.tensor_parallel.embedding_styles import (
+    FeatureParallel,
+    VocabularyParallel,
+)
 from shardwalk.parallelizer_core.tensor_parallel.plans import register_tp_plan
 from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput, WholeInput
 from shardwalk.parallelizer_core.tensor_parallel.styles import (
@@ -8,11 +12,11 @@ from shardwalk.parallelizer_core.tensor_parallel.styles import (
     RowParallel,
     SequenceBoundary,
     SharedInput,
-    VocabularyParallel,
 )
 
 __all__ = [
     "ColumnParallel",
+    "FeatureParallel",
     "LocalCounts",
     "RowParallel",
     "SequenceBoundary",

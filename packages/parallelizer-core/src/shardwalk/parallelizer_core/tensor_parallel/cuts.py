@@ -16,6 +16,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from shardwalk.parallelizer_core.tensor_parallel.embedding_styles import (
+    FeatureParallel,
+    VocabularyParallel,
+)
 from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput, WholeInput
 from shardwalk.parallelizer_core.tensor_parallel.styles import (
     ColumnParallel,
@@ -23,7 +27,6 @@ from shardwalk.parallelizer_core.tensor_parallel.styles import (
     RowParallel,
     SequenceBoundary,
     SharedInput,
-    VocabularyParallel,
 )
 
 COLUMN_STYLES = (ColumnParallel, ColwiseParallel)

@@ -75,6 +75,11 @@ def gather_features(x: Tensor, mesh: DeviceMesh, features: int) -> Tensor:
     return _whole(_of_shape(x, mesh, Shard(x.ndim - 1), (*x.shape[:-1], features)))
 
 
+def split_features(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of the last dimension of a whole tensor; every rank gets the gradient."""
+    return _from_local(x, mesh, Replicate()).redistribute(placements=[Shard(x.ndim - 1)]).to_local()
+
+
 def on_local(function: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
     """`function`, which works token by token, on this rank's tokens of `x`."""
     local = function(x.to_local())

@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core.fsdp2.embeddings import named_table
+from shardwalk.parallelizer_core.tensor_parallel.embedding_styles import VocabularyParallel
 from shardwalk.parallelizer_core.tensor_parallel.shared_inputs import hands_input_to_parent_class
-from shardwalk.parallelizer_core.tensor_parallel.styles import ColumnParallel, VocabularyParallel
+from shardwalk.parallelizer_core.tensor_parallel.styles import ColumnParallel
 
 
 def table_styles(

@@ -26,7 +26,10 @@ from shardwalk.parallelizer_core.tensor_parallel.roles import (
     head_counts,
     match_attention,
 )
-from shardwalk.parallelizer_core.tensor_parallel.styles import VocabularyParallel
+from shardwalk.parallelizer_core.tensor_parallel.embedding_styles import (
+    FeatureParallel,
+    VocabularyParallel,
+)
 
 Plan = Mapping[str, tuple[ParallelStyle, ...]]
 _DROPPING_CLASSES = ("Drop", "StochasticDepth")
