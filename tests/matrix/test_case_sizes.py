@@ -179,7 +179,6 @@ def options_on_one_rank() -> None:
         "autocast_dtype": torch.bfloat16,
         "patch_is_packed_sequence": True,
         "multimodal": {"frozen_sharding": "per_layer"},
-        "activation_checkpointing_scope": "language",
     }.items():
         named = option.replace("multimodal", "frozen_sharding")
         with pytest.raises((ValueError, TypeError), match=named):

@@ -40,7 +40,6 @@ def refused_options():
         ("tp_plan", {"layers.7.up": ColumnParallel()}, "layers.7.up"),
         ("patch_is_packed_sequence", True, "patch_is_packed_sequence=True"),
         ("autocast_dtype", torch.bfloat16, "autocast_dtype"),
-        ("activation_checkpointing_scope", "vision", "activation_checkpointing_scope='vision'"),
         ("enable_compile", True, "enable_compile=True"),
         ("multimodal", {"frozen_sharding": "per_layer"}, "frozen_sharding='per_layer'"),
         ("multimodal", {"frozen_sharding": "replicate"}, "frozen_sharding='replicate'"),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwalk.parallelizer_core import _torch_compat as compat
@@ -23,6 +24,15 @@ def test_fused_norms_and_scaling() -> None:
     ]
     compat.foreach_scale_(tensors, torch.tensor(0.5))
     assert [tensor[0].item() for tensor in tensors] == [1.0, 0.5]
+
+
+def test_enabled_attention_backends() -> None:
+    everything = compat.enabled_attention_backends()
+    chosen = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    for order in (chosen, chosen[::-1]):
+        with sdpa_kernel(order, set_priority=True):
+            assert compat.enabled_attention_backends() == order
+    assert compat.enabled_attention_backends() == everything
 
 
 def units() -> None:

@@ -8,8 +8,9 @@ of the checkpointed call, once.
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwalk.mesh import (
     ActivationCheckpointingScope,
+    activation_checkpointing_groups,
     normalize_activation_checkpointing,
+    normalize_activation_checkpointing_scope,
 )
 from shardwalk.parallelizer_core.checkpoint_seams import check_seams, context_makers, save_rules
-from shardwalk.parallelizer_core.layers import find_block_stacks, has_forward
+from shardwalk.parallelizer_core.layers import has_forward, layer_groups
+from shardwalk.parallelizer_core.recompute_attention import AttentionBackends
 from shardwalk.parallelizer_core.recompute_buffers import BuffersOfForward
+from shardwalk.parallelizer_core.recompute_containers import ContainersOfForward
 from shardwalk.parallelizer_core.recompute_replay import ContextPair, RecomputeMark, Together
-from shardwalk.parallelizer_core.refusals import refuse_apply_options
 from shardwalk.parallelizer_core.selective_checkpointing import selective_contexts
 
 _TORCH_WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls its module
@@ -46,27 +50,29 @@ def apply_activation_checkpointing(
         mode: False, "full" (or True), or "selective", which keeps what `selective_contexts` says.
         whole_layers: whether "full" recomputes a block as one; else each of its composite
             submodules (attention, feed-forward) by itself.
-        scope: which layer groups.
+        scope: which layer groups: "all", "language", "vision", "audio", "multimodal" (all but
+            language) or several of them. A frozen block that needs no gradient costs nothing.
 
     Raises:
-        ValueError: an unknown mode; a scope that this version does not have; a model without
-            blocks, or that is checkpointed already, by shardwalk or by its own means.
+        ValueError: an unknown mode or scope; a scope of which the model has no blocks; a model
+            that is checkpointed already, by shardwalk or by its own means.
         TypeError: a `checkpoint_context` or `ops_to_save` of a block is not what it must be.
     """
     resolved = normalize_activation_checkpointing(mode)
     if not resolved:
         return
-    refuse_apply_options(activation_checkpointing_scope=scope)
-    refuse_checkpointing(model, resolved)
+    refuse_checkpointing(model, resolved, scope)
     options = _Options(selective=resolved == "selective", model_name=type(model).__qualname__)
-    for block in _blocks(model):
+    for block in _blocks(model, scope):
         parts = [block] if whole_layers or options.selective else _parts_of(block)
         for part in parts:
             if not _is_checkpointed(part):  # as part of another block, which shares it
                 vars(part)["forward"] = CheckpointedForward(part, block, options)
 
 
-def refuse_checkpointing(model: nn.Module, mode: bool | str) -> None:
+def refuse_checkpointing(
+    model: nn.Module, mode: bool | str, scope: ActivationCheckpointingScope | None = "all"
+) -> None:
     """Refuse a model that is checkpointed already or, with a mode, that cannot be.
 
     Raises:
@@ -86,13 +92,33 @@ def refuse_checkpointing(model: nn.Module, mode: bool | str) -> None:
                 f"on ({name or type(module).__name__}): all would be recomputed twice; call the "
                 f"model's gradient_checkpointing_disable(), or use activation_checkpointing=False"
             )
-    if mode and not any(True for _ in _blocks(model)):
+    if mode:
+        _refuse_scope(model, mode, scope)
+        for block in _blocks(model, scope):
+            check_seams(block.modules())
+
+
+def _refuse_scope(
+    model: nn.Module, mode: bool | str, scope: ActivationCheckpointingScope | None
+) -> None:
+    groups = layer_groups(model)
+    if not groups:
         raise ValueError(
             f"activation_checkpointing={mode!r} recomputes blocks, and {type(model).__name__} has "
             f"no list of them; use activation_checkpointing=False"
         )
-    for block in _blocks(model) if mode else ():
-        check_seams(block.modules())
+    normal = normalize_activation_checkpointing_scope(scope)
+    for name in (normal,) if isinstance(normal, str) else normal:
+        if not activation_checkpointing_groups(name) & groups.keys():
+            there = "; ".join(
+                f"{group}: {', '.join(stack.name or 'the model' for stack in stacks)}"
+                for group, stacks in groups.items()
+            )
+            raise ValueError(
+                f"activation_checkpointing_scope={scope!r} selects {name} blocks, and "
+                f"{type(model).__name__} has none by the names of its modules (it has {there}); "
+                f"use a scope of these, or 'all'"
+            )
 
 
 @dataclass
@@ -116,26 +142,39 @@ class CheckpointedForward:
         """Call the module's own forward; it runs again in the backward."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        args = tuple(self._without_cache(value) for value in args)
-        kwargs = {name: self._without_cache(value) for name, value in kwargs.items()}
+        shown = [self._without_cache(value) for value in args]
+        named = {name: self._without_cache(value, name) for name, value in kwargs.items()}
         # Bound beforehand: `checkpoint` has keywords of its own, which the module's may be named as
-        call = functools.partial(self._forward, **kwargs)
+        call = functools.partial(self._forward, **named)
         makers = context_makers(self._modules())
         # A recompute that ends early never comes to what its forward recorded last, and a log could
         # not tell that from a record which the recompute does not ask for.
-        return checkpoint(
-            call,
-            *args,
-            use_reentrant=False,
-            early_stop=not makers,
-            context_fn=functools.partial(self._contexts, makers),
-        )
+        try:
+            return checkpoint(
+                call,
+                *shown,
+                use_reentrant=False,
+                early_stop=not makers,
+                context_fn=functools.partial(self._contexts, makers, [*shown, *named.values()]),
+            )
+        except Exception as error:
+            if any(map(operator.is_not, [*args, *kwargs.values()], [*shown, *named.values()])):
+                error.add_note(_NO_CACHE)
+            raise
 
-    def _contexts(self, makers: Sequence[Callable[[], ContextPair]]) -> ContextPair:
+    def _contexts(
+        self, makers: Sequence[Callable[[], ContextPair]], values: Sequence[Any]
+    ) -> ContextPair:
         """Torch asks for them right before the forward."""
         pairs = [make() for make in makers]
         forward = [pair[0] for pair in pairs]
-        recompute = [BuffersOfForward(self._module), *(pair[1] for pair in pairs), RecomputeMark()]
+        recompute = [
+            AttentionBackends(),
+            ContainersOfForward(values),
+            BuffersOfForward(self._module),
+            *(pair[1] for pair in pairs),
+            RecomputeMark(),
+        ]
         if self._options.selective:
             kept = selective_contexts(save_rules(self._modules()))
             forward.append(kept[0])
@@ -148,9 +187,15 @@ class CheckpointedForward:
             yield self._block
         yield from self._module.modules()
 
-    def _without_cache(self, value: Any) -> Any:
+    def _without_cache(self, value: Any, name: str = "") -> Any:
         """None for a cache of keys and values: the recompute would append to it again."""
         if not (hasattr(value, "update") and hasattr(value, "get_seq_length")):
+            if "cache" in name and not isinstance(value, _HARMLESS):
+                raise ValueError(
+                    f"{self._options.model_name} passes {name}={type(value).__name__} to its "
+                    f"blocks in training, which a recompute would change again; set "
+                    f"use_cache=False, disable gradients, or use activation_checkpointing=False"
+                )
             return value
         held = int(value.get_seq_length())
         if held:
@@ -169,14 +214,23 @@ class CheckpointedForward:
         return None
 
 
+_HARMLESS = (torch.Tensor, bool, int, float, str, tuple, list, Mapping, type(None))
+_NO_CACHE = (
+    "Activation checkpointing gave the block None in place of a cache. A model that cannot train "
+    "without one (its layers share what is in it) needs activation_checkpointing=False"
+)
+
+
 def _is_checkpointed(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), CheckpointedForward)
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    for stack in find_block_stacks(model):
-        for _, block in stack.blocks:
-            yield block
+def _blocks(model: nn.Module, scope: ActivationCheckpointingScope | None) -> Iterator[nn.Module]:
+    chosen = activation_checkpointing_groups("all" if scope is None else scope)
+    for group, stacks in layer_groups(model).items():
+        for stack in stacks if group in chosen else ():
+            for _, block in stack.blocks:
+                yield block
 
 
 def _parts_of(block: nn.Module) -> Sequence[nn.Module]:

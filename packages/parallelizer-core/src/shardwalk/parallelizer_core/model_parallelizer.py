@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardwalk.mesh import DDPConfig, FSDP2Config, MegatronFSDPConfig, MeshContext
+from shardwalk.mesh import (
+    ActivationCheckpointingScope,
+    DDPConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    MeshContext,
+)
 from shardwalk.parallelizer_core.activation_checkpointing import (
     apply_activation_checkpointing,
     refuse_checkpointing,
@@ -52,7 +58,7 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     """
     refuse_model(model)
     refuse_context(mesh_context)
-    refuse_checkpointing(model, mesh_context.activation_checkpointing)
+    refuse_checkpointing(model, mesh_context.activation_checkpointing, _scope_of(mesh_context))
     target = _part_to_parallelize(model, mesh_context)
     before = remember_parameters(model)
     parallelized = get_model_parallelizer(model).parallelize(target, mesh_context)
@@ -172,7 +178,15 @@ def _checkpoint_activations(
         model,
         mesh_context.activation_checkpointing,
         whole_layers=parallelizer._use_full_layer_activation_checkpointing(model),
+        scope=_scope_of(mesh_context),
     )
+
+
+def _scope_of(mesh_context: MeshContext) -> ActivationCheckpointingScope:
+    strategy = mesh_context.strategy_config
+    if isinstance(strategy, FSDP2Config | DDPConfig):
+        return strategy.activation_checkpointing_scope
+    return "all"
 
 
 def _reapply_trainability(model: nn.Module, mesh_context: MeshContext) -> None:

@@ -18,7 +18,10 @@ from shardwalk.mesh import (
     get_submesh,
     normalize_activation_checkpointing,
 )
-from shardwalk.parallelizer_core.activation_checkpointing import apply_activation_checkpointing
+from shardwalk.parallelizer_core.activation_checkpointing import (
+    apply_activation_checkpointing,
+    refuse_checkpointing,
+)
 from shardwalk.parallelizer_core.fsdp2.dtype_units import shard_unit
 from shardwalk.parallelizer_core.fsdp2.embeddings import untied_trainable_tables
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments
@@ -90,6 +93,7 @@ class ModelParallelizer:
             reshard_after_forward: None frees every block but the last of a stack, and none in a
                 pipeline stage.
             activation_checkpointing: False, "full" (or True), or "selective".
+            activation_checkpointing_scope: which layer groups; None is all of them.
             reapply_trainability: called on the model before it is changed, and again before it is
                 sharded.
 
@@ -99,10 +103,10 @@ class ModelParallelizer:
         refuse_apply_options(
             enable_async_tensor_parallel=enable_async_tensor_parallel,
             enable_compile=enable_compile,
-            activation_checkpointing_scope=activation_checkpointing_scope,
             frozen_multimodal_sharding=frozen_multimodal_sharding,
         )
         activation_checkpointing = normalize_activation_checkpointing(activation_checkpointing)
+        refuse_checkpointing(model, activation_checkpointing, activation_checkpointing_scope)
         tp_mesh = _axis(device_mesh, tp_mesh_name)
         tp_size = 1 if tp_mesh is None else tp_mesh.size()
         if tp_mesh is not None and tp_size > 1:
@@ -123,6 +127,8 @@ class ModelParallelizer:
             {
                 "tp_plan": describe_plan(plan),
                 "activation_checkpointing": activation_checkpointing,
+                "activation_checkpointing_scope": activation_checkpointing_scope,
+                "frozen_multimodal_sharding": frozen_multimodal_sharding,
                 "mp_policy": mp_policy,
                 "reshard_after_forward": reshard_after_forward,
             },

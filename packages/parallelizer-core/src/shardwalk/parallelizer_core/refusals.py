@@ -40,7 +40,6 @@ def refuse_apply_options(**options: object) -> None:
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "enable_async_tensor_parallel": (False,),
     "enable_compile": (False,),
-    "activation_checkpointing_scope": ("all", None),
     "frozen_multimodal_sharding": ("root",),
     "multimodal.frozen_sharding": ("root",),
     "patch_is_packed_sequence": (False,),
@@ -95,7 +94,6 @@ def _refuse_strategy(mesh_context: MeshContext) -> None:
     if isinstance(strategy, DDPConfig):
         refuse_apply_options(
             autocast_dtype=strategy.autocast_dtype,
-            activation_checkpointing_scope=strategy.activation_checkpointing_scope,
         )
     if isinstance(strategy, FSDP2Config):
         _refuse_fsdp2_options(strategy)
@@ -110,7 +108,6 @@ def _refuse_fsdp2_options(strategy: FSDP2Config) -> None:
     refuse_apply_options(
         patch_is_packed_sequence=strategy.patch_is_packed_sequence,
         autocast_dtype=strategy.autocast_dtype,
-        activation_checkpointing_scope=strategy.activation_checkpointing_scope,
         enable_async_tensor_parallel=strategy.enable_async_tensor_parallel,
         enable_compile=strategy.enable_compile,
     )
