@@ -34,7 +34,10 @@ from shardwalk.parallelizer_core.tensor_parallel.parallelize import (
     parallelize_tensors,
     plan_tensors,
 )
-from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_model
+from shardwalk.parallelizer_core.tensor_parallel.validation import (
+    validate_tp_model,
+    validate_tp_sizes,
+)
 
 
 class ModelParallelizer:
@@ -89,7 +92,7 @@ class ModelParallelizer:
             mp_policy: None is bf16 compute with fp32 reduction.
             sequence_parallel: split hidden states over the sequence between the layers of a block.
             tp_shard_plan: module-path patterns -> styles, or a name or import path of such a plan;
-                None is `_tp_plan`, else the structural default.
+                None is `_tp_plan`, else the plan that the model declares, else the structural one.
             reshard_after_forward: None frees every block but the last of a stack, and none in a
                 pipeline stage.
             activation_checkpointing: False, "full" (or True), or "selective".
@@ -264,19 +267,35 @@ class ModelParallelizer:
         """Refuse a tensor-parallel mesh that this model cannot be split over, whatever its plan.
 
         The base class refuses what no plan makes right: adapters and dropout. Head counts and
-        feature sizes are checked against the plan, wherever it came from.
+        feature sizes are checked against the plan, wherever it came from, by `_validate_tp_sizes`.
 
         Raises:
             ValueError: names the module and the way out.
         """
         validate_tp_model(model, tp_mesh.size())
 
+    def _validate_tp_sizes(
+        self, model: nn.Module, tp_size: int, plan: Mapping[str, tuple[ParallelStyle, ...]]
+    ) -> None:
+        """Refuse a plan whose cuts do not come out even over `tp_size` ranks.
+
+        The base class checks heads and key-value heads, the components and units of fused layers,
+        inner features, bare parameters, and that every rank holds a row of each vocabulary.
+
+        Args:
+            plan: module path -> styles, wherever it came from.
+
+        Raises:
+            ValueError: names tp_size, the number and what it counts, and the sizes that fit.
+        """
+        validate_tp_sizes(model, tp_size, plan)
+
     def _tp_plan(self, model: nn.Module, sequence_parallel: bool) -> Mapping[str, Any] | None:
         """The tensor-parallel plan of this model, for when none is requested.
 
         Returns:
             Module-path patterns (`layers.*.attention.wq`) -> a ParallelStyle or a tuple of them;
-            None for the structural default.
+            None for the plan that the model declares itself, or the structural default.
         """
         return None
 

@@ -25,8 +25,8 @@ class VocabularyParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         table = _plain_table(module, type(self).__name__)
         distribute_parameter(table, "weight", device_mesh, Shard(0))
-        table.forward = _EmbeddingForward(table, table.forward, device_mesh)
-        return table
+        module.forward = _EmbeddingForward(table, table.forward, device_mesh)
+        return module
 
 
 @dataclass
@@ -62,8 +62,8 @@ class FeatureParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         table = _plain_table(module, type(self).__name__)
         distribute_parameter(table, "weight", device_mesh, Shard(1))
-        table.forward = _FeatureForward(table, table.forward, device_mesh)
-        return table
+        module.forward = _FeatureForward(table, table.forward, device_mesh)
+        return module
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwalk.parallelizer_core.tensor_parallel.shared_inputs import parsed_source
+from shardwalk.parallelizer_core.tensor_parallel.call_results import CallResult, readings
 
 _SHAPE_WORDS = ("shape", "size", "dtype", "device")
 _LAST = (-1, 2)
@@ -41,12 +41,13 @@ class FusedLayout:
 
 
 def fused_layout(owner: nn.Module, child: str) -> FusedLayout | None:
-    """The layout of the linear layer `child` of `owner`; None where the source does not prove it."""
+    """The layout of the linear layer `child` of `owner`; None where the source proves none."""
     linear = getattr(owner, child)
-    found = [s for function in _methods(type(owner)) for s in _Source.reading(function, child)]
-    if "forward" in vars(owner) or len(found) != 1 or not isinstance(linear, nn.Linear):
+    if "forward" in vars(owner) or not isinstance(linear, nn.Linear):
         return None
-    return _layout(_Values(owner=owner, source=found[0]), linear.out_features)
+    found = [source for method in _methods(type(owner)) for source in readings(method, child)]
+    source = found[0] if len(found) == 1 else None
+    return _layout(_Values(owner=owner, source=source), linear.out_features) if source else None
 
 
 def is_width(name: str) -> bool:
@@ -73,101 +74,11 @@ def _methods(cls: type) -> Iterator[Callable[..., Any]]:
 
 
 @dataclass(kw_only=True)
-class _Source:
-    """A function in which a child is called, once, and what becomes of the result."""
-
-    function: ast.FunctionDef
-    parents: dict[ast.AST, ast.AST]
-    call: ast.Call
-
-    @classmethod
-    def reading(cls, function: Callable[..., Any], child: str) -> list[_Source]:
-        """One for each time that `function` names the child; empty where it never does."""
-        parsed = parsed_source(inspect.unwrap(function))
-        if parsed is None or not parsed.args.args:
-            return []
-        parents = {inner: node for node in ast.walk(parsed) for inner in ast.iter_child_nodes(node)}
-        named = [
-            node
-            for node in ast.walk(parsed)
-            if isinstance(node, ast.Attribute)
-            and node.attr == child
-            and ast.unparse(node.value) == parsed.args.args[0].arg
-        ]
-        calls = [parents[node] for node in named]
-        return [
-            cls(function=parsed, parents=parents, call=call)
-            for node, call in zip(named, calls, strict=True)
-            if isinstance(call, ast.Call) and call.func is node and len(call.args) == 1
-        ] + [cls(function=parsed, parents=parents, call=ast.Call()) for c in calls
-             if not isinstance(c, ast.Call)]  # fmt: skip
-
-    def uses(self) -> list[ast.expr] | None:
-        """Where the result is read; None where it cannot be followed."""
-        parent = self.parents.get(self.call)
-        if not (isinstance(parent, ast.Assign) and len(parent.targets) == 1):
-            return [self.call]
-        target = parent.targets[0]
-        if not isinstance(target, ast.Name):
-            return None
-        end = self._next_store(target.id, parent)
-        return [
-            node
-            for node in ast.walk(self.function)
-            if isinstance(node, ast.Name)
-            and node.id == target.id
-            and isinstance(node.ctx, ast.Load)
-            and parent.lineno < node.lineno <= end
-        ]
-
-    def _next_store(self, name: str, after: ast.stmt) -> float:
-        """The last line of the next statement that gives `name` another value."""
-        ends = [
-            self._statement(node).end_lineno or 0
-            for node in ast.walk(self.function)
-            if isinstance(node, ast.Name)
-            and node.id == name
-            and isinstance(node.ctx, ast.Store)
-            and node.lineno > after.lineno
-            and not self._are_alternatives(after, node)
-        ]
-        return min(ends, default=float("inf"))
-
-    def _statement(self, node: ast.AST) -> ast.stmt:
-        while not isinstance(node, ast.stmt):
-            node = self.parents[node]
-        return node
-
-    def _are_alternatives(self, first: ast.AST, other: ast.AST) -> bool:
-        """Whether one stands in the body of an `if` and the other in its `else`."""
-        branch: ast.AST = first
-        while branch in self.parents:
-            above = self.parents[branch]
-            if isinstance(above, ast.If) and branch in above.body:
-                if any(other in ast.walk(node) for node in above.orelse):
-                    return True
-            branch = above
-        return False
-
-    def value_of(self, name: str) -> ast.expr | None:
-        """What a name is assigned, if that happens once."""
-        stores = [
-            node
-            for node in ast.walk(self.function)
-            if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
-        ]
-        if len(stores) != 1:
-            return None
-        statement = self.parents[stores[0]]
-        return statement.value if isinstance(statement, ast.Assign) else None
-
-
-@dataclass(kw_only=True)
 class _Values:
     """The integers that the source computes of the attributes of its module."""
 
     owner: nn.Module
-    source: _Source
+    source: CallResult
     counts: dict[str, None] = field(default_factory=dict)
 
     def of(self, node: ast.expr, factor: int = 1) -> int | None:
@@ -317,7 +228,11 @@ def _sliced(values: _Values, slices: list[ast.AST], features: int) -> tuple[int,
 
 
 def _viewed(values: _Values, arguments: list[ast.expr], features: int) -> FusedLayout | None:
-    """The layout that a view names: its last dimensions, (components, heads, width) or (n, unit)."""
+    """The layout that a view names by its last dimensions.
+
+    (components, heads, width) lie one after the other; (n, unit) and (heads, components, width) are
+    units.
+    """
     shape = values.items(arguments[0]) if len(arguments) == 1 else arguments
     if shape is None or len(shape) < 3:
         return None
@@ -326,13 +241,16 @@ def _viewed(values: _Values, arguments: list[ast.expr], features: int) -> FusedL
     if type(count) is int and count > 1 and not features % count:
         is_local = _is_free_or_count(values, heads) and _is_free_or_width(values, width)
         return _concatenated(values, (features // count,) * count, features) if is_local else None
-    if not _is_free_or_count(values, heads):
+    pieces = heads.value if isinstance(heads, ast.Constant) else None
+    is_in_units = type(pieces) is int and pieces > 1
+    if not _is_free_or_count(values, third if is_in_units else heads):
         return None
     before = dict(values.counts)
-    unit = values.of(width)
-    if unit is None or unit < 1 or features % unit or values.counts != before:
+    size = values.of(width)
+    if size is None or size < 1 or values.counts != before:
         return None
-    return FusedLayout(unit=unit, counts=tuple(before))
+    unit = size * pieces if is_in_units and isinstance(pieces, int) else size
+    return None if features % unit else FusedLayout(unit=unit, counts=tuple(before))
 
 
 def _is_free_or_count(values: _Values, node: ast.expr) -> bool:

@@ -21,6 +21,7 @@ from shardwalk.parallelizer_core.tensor_parallel.plans import (
 from shardwalk.parallelizer_core.tensor_parallel.repeated_blocks import (
     refuse_unpaired_boundaries,
 )
+from shardwalk.parallelizer_core.tensor_parallel.replica_requests import with_requests
 from shardwalk.parallelizer_core.tensor_parallel.sequence_lengths import refuse_uneven_sequences
 from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_sizes
 
@@ -42,7 +43,8 @@ def plan_tensors(
 
     Args:
         requested: what `tp_plan` says.
-        sidecar: may have a `validate_tp_plan(model, plan)` that refuses a plan.
+        sidecar: may have a `validate_tp_plan(model, plan)` that refuses a plan, and a
+            `_validate_tp_sizes(model, tp_size, plan)` instead of `validate_tp_sizes`.
         sidecar_plan: the plan of the model itself, for when none is requested.
 
     Raises:
@@ -51,10 +53,11 @@ def plan_tensors(
     if tp_size == 1 and requested is None:
         return {}
     plan = resolve_plan(model, tp_size, requested, sequence_parallel, sidecar_plan)
+    plan = with_requests(model, plan)
     check_plan_with_sidecar(sidecar, model, plan)
     if tp_size == 1:
         return {}
-    validate_tp_sizes(model, tp_size, plan)
+    getattr(sidecar, "_validate_tp_sizes", validate_tp_sizes)(model, tp_size, plan)
     refuse_open_cuts(model, plan)
     refuse_unpaired_boundaries(model, plan)
     return plan | check_uncovered(model, plan)

@@ -8,6 +8,7 @@ may be uneven over the ranks.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -221,7 +222,8 @@ class LocalCounts(ParallelStyle):
     """A module whose forward reads counts (of heads) from its own attributes.
 
     Attributes:
-        names: the integer attributes that become those of one rank.
+        names: the integer attributes that become those of one rank. One that begins with
+            `config.` stands in the module's config, of which the module then has a copy.
     """
 
     names: tuple[str, ...]
@@ -233,11 +235,15 @@ class LocalCounts(ParallelStyle):
                     f"LocalCounts changes {', '.join(self.names)} of a {type(module).__name__}, "
                     f"from which its buffer {name} is made; move the buffer to a module of its own"
                 )
+        if any(name.startswith("config.") for name in self.names):
+            module.config = copy.copy(module.config)
         for name in self.names:
-            count, ranks = getattr(module, name), device_mesh.size()
+            owner, _, attribute = name.rpartition(".")
+            holder = getattr(module, owner) if owner else module
+            count, ranks = getattr(holder, attribute), device_mesh.size()
             if count % ranks:
                 raise ValueError(f"{name}={count} does not divide by tp_size={ranks}")
-            setattr(module, name, count // ranks)
+            setattr(holder, attribute, count // ranks)
         return module
 
 
