@@ -42,6 +42,7 @@ __all__ = [
     "guard_fsdp_units",
     "is_operator",
     "is_persistent_buffer",
+    "is_view",
     "move_hooks",
     "mutates_arguments",
     "offloaded_parameters",
@@ -135,6 +136,11 @@ def as_own_tensor(tensor: Tensor) -> Tensor:
         return tensor
     own: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
     return own
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes the tensor for a view of another one (2.13.0)."""
+    return tensor._base is not None
 
 
 def after_backward(model: nn.Module, function: Callable[[], None]) -> None:

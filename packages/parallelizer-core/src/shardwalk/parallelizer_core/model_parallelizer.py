@@ -17,6 +17,7 @@ from shardwalk.parallelizer_core.activation_checkpointing import (
 )
 from shardwalk.parallelizer_core.base_models import base_model_of, first_tensor_outside
 from shardwalk.parallelizer_core.ddp import wrap_ddp
+from shardwalk.parallelizer_core.fsdp2.multimodal import refuse_frozen_sharding
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments, fsdp2_config
 from shardwalk.parallelizer_core.fsdp2.walk import finish_units
 from shardwalk.parallelizer_core.parallel_state import record_mesh_context, unwrap_model
@@ -59,6 +60,9 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     refuse_model(model)
     refuse_context(mesh_context)
     refuse_checkpointing(model, mesh_context.activation_checkpointing, _scope_of(mesh_context))
+    refuse_frozen_sharding(
+        model, fsdp2_config(mesh_context).multimodal.frozen_sharding, "multimodal.frozen_sharding"
+    )
     target = _part_to_parallelize(model, mesh_context)
     before = remember_parameters(model)
     parallelized = get_model_parallelizer(model).parallelize(target, mesh_context)

@@ -24,6 +24,7 @@ from shardwalk.parallelizer_core.activation_checkpointing import (
 )
 from shardwalk.parallelizer_core.fsdp2.dtype_units import shard_unit
 from shardwalk.parallelizer_core.fsdp2.embeddings import untied_trainable_tables
+from shardwalk.parallelizer_core.fsdp2.multimodal import refuse_frozen_sharding
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments
 from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions, walk_dense
 from shardwalk.parallelizer_core.plugins import expert_parallel_provider
@@ -97,6 +98,7 @@ class ModelParallelizer:
                 pipeline stage.
             activation_checkpointing: False, "full" (or True), or "selective".
             activation_checkpointing_scope: which layer groups; None is all of them.
+            frozen_multimodal_sharding: as for `_apply_fsdp_sharding`.
             reapply_trainability: called on the model before it is changed, and again before it is
                 sharded.
 
@@ -106,14 +108,16 @@ class ModelParallelizer:
         refuse_apply_options(
             enable_async_tensor_parallel=enable_async_tensor_parallel,
             enable_compile=enable_compile,
-            frozen_multimodal_sharding=frozen_multimodal_sharding,
         )
+        refuse_frozen_sharding(model, frozen_multimodal_sharding)
         activation_checkpointing = normalize_activation_checkpointing(activation_checkpointing)
         refuse_checkpointing(model, activation_checkpointing, activation_checkpointing_scope)
         tp_mesh = _axis(device_mesh, tp_mesh_name)
         tp_size = 1 if tp_mesh is None else tp_mesh.size()
         if tp_mesh is not None and tp_size > 1:
             self._validate_tp_mesh(model, tp_mesh)
+        if reapply_trainability is not None:  # a plan leaves frozen towers whole
+            reapply_trainability(model)
         plan = plan_tensors(
             model,
             tp_size,
@@ -122,8 +126,6 @@ class ModelParallelizer:
             sidecar=self,
             sidecar_plan=self._tp_plan,
         )
-        if reapply_trainability is not None:
-            reapply_trainability(model)
         check_equal_start(
             model,
             device_mesh,
@@ -210,10 +212,12 @@ class ModelParallelizer:
             mesh: 1-D (sharded) or 2-D (replicated, sharded).
             reshard_after_forward: True or False for every unit; None frees all blocks but the last
                 of a stack.
-            ignored_multimodal_params: parameters that stay whole on every rank and out of every
-                unit.
+            frozen_multimodal_sharding: where frozen vision and audio towers go: "root" into the
+                root unit, "per_layer" into units of their blocks, which every rank must then run or
+                skip alike, "replicate" into none: each rank has all of them.
+            ignored_multimodal_params: frozen parameters that stay whole on every rank and out of
+                every unit, beside those of `frozen_multimodal_sharding`.
         """
-        refuse_apply_options(frozen_multimodal_sharding=frozen_multimodal_sharding)
         options = UnitOptions(
             mesh=mesh,
             mp_policy=mp_policy,
@@ -226,6 +230,7 @@ class ModelParallelizer:
             options,
             door=self._fully_shard_module,
             embedding_pass=self._fully_shard_untied_input_output_embeddings,
+            frozen_sharding=frozen_multimodal_sharding,
             forward_prefetch_depth=fsdp2_forward_prefetch_depth if enable_fsdp2_prefetch else 0,
             backward_prefetch_depth=fsdp2_backward_prefetch_depth if enable_fsdp2_prefetch else 0,
         )

@@ -17,7 +17,6 @@ from shardwalk.mesh import (
     FSDP2Config,
     MegatronFSDPConfig,
     MeshContext,
-    MultimodalVisionConfig,
 )
 from shardwalk.parallelizer_core._torch_compat import gradient_hooks_of
 from shardwalk.parallelizer_core.layers import has_forward
@@ -40,11 +39,8 @@ def refuse_apply_options(**options: object) -> None:
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "enable_async_tensor_parallel": (False,),
     "enable_compile": (False,),
-    "frozen_multimodal_sharding": ("root",),
-    "multimodal.frozen_sharding": ("root",),
     "patch_is_packed_sequence": (False,),
     "autocast_dtype": (None,),
-    "multimodal.vision": (MultimodalVisionConfig(),),
 }
 
 
@@ -111,8 +107,6 @@ def _refuse_fsdp2_options(strategy: FSDP2Config) -> None:
         enable_async_tensor_parallel=strategy.enable_async_tensor_parallel,
         enable_compile=strategy.enable_compile,
     )
-    refuse_apply_options(**{"multimodal.frozen_sharding": strategy.multimodal.frozen_sharding})
-    refuse_apply_options(**{"multimodal.vision": strategy.multimodal.vision})
 
 
 def refuse_offload(policy: object, device_type: str) -> None:
