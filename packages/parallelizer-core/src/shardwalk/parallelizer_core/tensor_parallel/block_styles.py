@@ -46,7 +46,8 @@ Styles = Iterator[tuple[str, ParallelStyle]]
 _MIXERS = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 _NOTHING_FOUND = (
     "no attention with linear layers for query, key, value and output is found in it, and no "
-    "feed-forward layer (fused layers need a plan of their own)"
+    "feed-forward layer (fused layers need a plan of their own, unless their source shows how they "
+    "hold their components)"
 )
 
 
@@ -243,7 +244,8 @@ def _no_roles(module: nn.Module) -> str:
     names = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
     return (
         f"the names of its linear layers ({', '.join(names)}) are not those of query, key, value "
-        f"and output, nor of a feed-forward layer alone (fused layers need a plan of their own)"
+        f"and output, nor of a feed-forward layer alone (fused layers need a plan of their own, "
+        f"unless their source shows how they hold their components)"
     )
 
 

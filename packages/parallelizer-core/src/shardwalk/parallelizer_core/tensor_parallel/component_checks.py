@@ -8,9 +8,13 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core.tensor_parallel.cuts import leaves_split_features
-from shardwalk.parallelizer_core.tensor_parallel.fused_layouts import fused_layout
+from shardwalk.parallelizer_core.tensor_parallel.fused_layouts import fused_layout, integer_at
 from shardwalk.parallelizer_core.tensor_parallel.partial_styles import LocalParameters
-from shardwalk.parallelizer_core.tensor_parallel.styles import ColumnParallel, RowParallel
+from shardwalk.parallelizer_core.tensor_parallel.styles import (
+    ColumnParallel,
+    LocalCounts,
+    RowParallel,
+)
 
 
 def check_components(tp_size: int, path: str, module: nn.Module, style: ParallelStyle) -> None:
@@ -51,6 +55,17 @@ def check_bare_parameters(tp_size: int, path: str, module: nn.Module, style: Par
             raise ValueError(
                 f"tp_size={tp_size} does not divide dimension {dim} of {path}.{name}, {shape}; use "
                 f"tp_size={divisors(tp_size, shape[dim])}"
+            )
+
+
+def check_counts(tp_size: int, path: str, module: nn.Module, style: ParallelStyle) -> None:
+    """Refuse counts that do not divide, of a module whose forward reads them."""
+    for name in style.names if isinstance(style, LocalCounts) else ():
+        count = integer_at(module, name)
+        if count is None or count % tp_size:
+            raise ValueError(
+                f"tp_size={tp_size} does not divide {name}={count} of {path or 'the model'}, which "
+                f"its forward reads; use tp_size={divisors(tp_size, count or 1)}"
             )
 
 

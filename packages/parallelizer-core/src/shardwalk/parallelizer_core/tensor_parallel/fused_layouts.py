@@ -247,6 +247,9 @@ def _viewed(values: _Values, arguments: list[ast.expr], features: int) -> FusedL
         return None
     before = dict(values.counts)
     size = values.of(width)
+    count = values.grow(heads)
+    if size == -1 and not is_in_units and count and not features % count:
+        size = features // count
     if size is None or size < 1 or values.counts != before:
         return None
     unit = size * pieces if is_in_units and isinstance(pieces, int) else size

@@ -15,13 +15,21 @@ from shardwalk.parallelizer_core.tensor_parallel.cuts import (
     leaves_split_features,
     takes_split_features,
 )
-from shardwalk.parallelizer_core.tensor_parallel.fused_layouts import fused_layout, is_width
+from shardwalk.parallelizer_core.tensor_parallel.fused_layouts import (
+    fused_layout,
+    integer_at,
+    is_width,
+)
 from shardwalk.parallelizer_core.tensor_parallel.mixing import (
     mixing_in_attention,
     mixing_in_feed_forward,
 )
 from shardwalk.parallelizer_core.tensor_parallel.partial_styles import SharedTail
 from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput, WholeInput
+from shardwalk.parallelizer_core.tensor_parallel.role_names import (
+    KEY_VALUE_COUNTS,
+    QUERY_COUNTS,
+)
 from shardwalk.parallelizer_core.tensor_parallel.roles import (
     MisfitError,
     match_attention,
@@ -126,9 +134,10 @@ class _Layer:
         return styles if agrees else None
 
     def literal(self) -> Styles:
-        """Fused columns by their components, and the counts that its source takes for global."""
+        """Fused columns by their components, and the counts of heads that become local."""
         styles: Styles = {}
-        counts: dict[str, None] = {}
+        named = (*QUERY_COUNTS, *KEY_VALUE_COUNTS)
+        counts = {n: None for n in named if integer_at(self.module, n) and n in vars(self.module)}
         for name in self.columns:
             layout = fused_layout(self.module, name)
             if layout is None:
@@ -143,12 +152,15 @@ class _Layer:
 
     def problems(self) -> Iterator[str]:
         """What its source or its other layers make unsafe."""
+        attention = match_attention(self.path, self.module)
+        projections = attention.names if attention else ()
         for name, child in self.columns.items():
-            if child.out_features > self.inner_width and fused_layout(self.module, name) is None:
+            is_plain = child.out_features == self.inner_width and name not in projections
+            if not is_plain and fused_layout(self.module, name) is None:
                 yield (
                     f"{_join(self.path, name)} makes {child.out_features} features for a layer "
                     f"that takes {self.inner_width}, and its source does not show in which order "
-                    f"they hold their components"
+                    f"they hold heads or components"
                 )
         for name in self.children.keys() - self.columns.keys():
             style = self.cut(name)
@@ -157,7 +169,7 @@ class _Layer:
                     f"{_join(self.path, name)} is whole on every rank beside layers that are "
                     f"split, so that its gradient may be a part on each"
                 )
-        if match_attention(self.path, self.module):
+        if attention:
             found = mixing_in_attention(self.module)
         elif match_feed_forward(self.path, self.module):
             found = mixing_in_feed_forward(self.module)
@@ -186,11 +198,13 @@ def _alike(declared: tuple[ParallelStyle, ...], found: tuple[ParallelStyle, ...]
             other = next((s for s in declared if isinstance(s, ColumnParallel)), None)
             if other is None or (other.gather_output and not style.components):
                 return False
+            if other.components not in ((), style.components):
+                return False
         opposite = {SplitInput: WholeInput(), WholeInput: SplitInput()}.get(type(style))
         if opposite is not None and opposite in declared:
             return False
     rows = [[s for s in styles if isinstance(s, RowParallel)] for styles in (declared, found)]
-    return len(rows[0]) == len(rows[1])
+    return len(rows[0]) == len(rows[1]) and not any(row.components for row in rows[0])
 
 
 def _inputs_of_columns(owner_path: str, owner: nn.Module, plan: Plan) -> set[int]:

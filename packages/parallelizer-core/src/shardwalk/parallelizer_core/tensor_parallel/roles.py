@@ -159,7 +159,10 @@ def _match_fused_feed_forward(path: str, module: nn.Module) -> FeedForward | Non
 
 
 def check_feed_forward(found: FeedForward) -> None:
-    """Raise MisfitError unless the widths of its layers are those of a feed-forward layer."""
+    """Raise MisfitError unless its layers have the widths of a feed-forward layer's.
+
+    A layer of those widths whose features are taken apart is none.
+    """
     row = getattr(found.module, found.row)
     if found.fused is not None:
         return  # matched by its widths
@@ -170,6 +173,13 @@ def check_feed_forward(found: FeedForward) -> None:
                 f"{found.path}.{name}",
                 f"it makes {column.out_features} features of {column.in_features}, while "
                 f"{found.row} makes {row.out_features} of {row.in_features} (fused projections?)",
+            )
+        layout = fused_layout(found.module, name)
+        if layout is not None and len(layout.components) > 1:
+            raise MisfitError(
+                f"{found.path}.{name}",
+                f"its source takes its features apart in {layout.components}, and {found.row} "
+                f"takes as many as it makes",
             )
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from shardwalk.parallelizer_core.tensor_parallel.component_checks import (
     check_bare_parameters,
     check_components,
+    check_counts,
     check_units,
     divisors,
 )
@@ -75,6 +76,7 @@ def validate_tp_sizes(model: nn.Module, tp_size: int, plan: Plan) -> None:
         for style in styles:
             check_components(tp_size, path, module, style)
             check_bare_parameters(tp_size, path, module, style)
+            check_counts(tp_size, path, module, style)
             _check_features(model, tp_size, path, module, style)
             _check_rows(tp_size, path, module, style)
     refuse_conflicting_ties(model, plan)
