@@ -6,6 +6,7 @@ from shardwalk.parallelizer_core.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from shardwalk.parallelizer_core.compile import CompiledBlocks, describe_compiled
 from shardwalk.parallelizer_core.export import export_safetensors
 from shardwalk.parallelizer_core.fsdp2.dtype_units import fully_shard_by_dtype
 from shardwalk.parallelizer_core.fsdp2.unit_order import check_unit_order
@@ -18,6 +19,7 @@ from shardwalk.parallelizer_core.gradients import (
     sync_gradients_on_last,
 )
 from shardwalk.parallelizer_core.materialize import materialize
+from shardwalk.parallelizer_core.megatron_fsdp import shard_optimizer
 from shardwalk.parallelizer_core.model_parallelizer import (
     compile_parallelized_model,
     get_model_parallelizer,
@@ -52,6 +54,7 @@ from shardwalk.parallelizer_core.state_mismatch import StateMismatchError
 from shardwalk.parallelizer_core.tensor_parallel import register_tp_plan
 
 __all__ = [
+    "CompiledBlocks",
     "ComputesBuffers",
     "FinalizesParallelization",
     "HasCheckpointContext",
@@ -68,6 +71,7 @@ __all__ = [
     "check_unit_order",
     "clip_grad_norm_",
     "compile_parallelized_model",
+    "describe_compiled",
     "describe_units",
     "export_safetensors",
     "fully_shard_by_dtype",
@@ -89,5 +93,6 @@ __all__ = [
     "register_tp_plan",
     "replay_contexts",
     "save_checkpoint",
+    "shard_optimizer",
     "sync_gradients_on_last",
 ]

@@ -28,6 +28,8 @@ __all__ = [
     "argument_of",
     "as_own_tensor",
     "buffers_of",
+    "compiler_backend",
+    "compiler_errors",
     "concatenate_meshes",
     "drop_unreduced_gradients",
     "exchange_parts",
@@ -40,6 +42,7 @@ __all__ = [
     "gradient_hooks_of",
     "functional_collectives",
     "guard_fsdp_units",
+    "is_graph_break",
     "is_operator",
     "is_persistent_buffer",
     "is_view",
@@ -130,9 +133,10 @@ def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
 def as_own_tensor(tensor: Tensor) -> Tensor:
     """The same values as a tensor that is no view, where nobody holds what it is a view of.
 
-    torch 2.13's ``DTensor.to_local`` returns a view too.
+    torch 2.13's ``DTensor.to_local`` returns a view too. Whether a tensor is a view cannot be asked
+    in a graph that is being traced, where the operator costs nothing.
     """
-    if not tensor._is_view():
+    if not torch.compiler.is_compiling() and not tensor._is_view():
         return tensor
     own: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
     return own
@@ -295,6 +299,26 @@ def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -
 def foreach_scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the tensors of one device in place by a scalar tensor of that device (2.13.0)."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def compiler_backend(name: str) -> Callable[..., Any]:
+    """The function that ``torch.compile(backend=name)`` makes of a graph and inputs (2.13.0)."""
+    found: Callable[..., Any] = torch._dynamo.lookup_backend(name)
+    return found
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What the tracer raises, apart from errors of the traced code (2.13.0)."""
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def is_graph_break(error: Exception) -> bool:
+    """Whether the tracer met code that it cannot take into one graph (2.13.0)."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.Unsupported | exc.UserError)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

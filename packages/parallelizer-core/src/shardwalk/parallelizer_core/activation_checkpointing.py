@@ -30,7 +30,7 @@ from shardwalk.parallelizer_core.recompute_attention import AttentionBackends
 from shardwalk.parallelizer_core.recompute_buffers import BuffersOfForward
 from shardwalk.parallelizer_core.recompute_containers import ContainersOfForward
 from shardwalk.parallelizer_core.recompute_replay import ContextPair, RecomputeMark, Together
-from shardwalk.parallelizer_core.selective_checkpointing import selective_contexts
+from shardwalk.parallelizer_core.selective_checkpointing import graph_contexts, selective_contexts
 
 _TORCH_WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls its module
 _PART_WORDS = ("attn", "attention", "mlp", "ffn", "feed_forward", "moe", "experts", "mixer")
@@ -137,13 +137,15 @@ class CheckpointedForward:
         functools.update_wrapper(self, module.forward)
         self._forward: Callable[..., Any] = module.forward
         self._module, self._block, self._options = module, block, options
+        self._traceable: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward; it runs again in the backward."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        shown = [self._without_cache(value) for value in args]
-        named = {name: self._without_cache(value, name) for name, value in kwargs.items()}
+        if torch.compiler.is_compiling() and self._traceable is not None:
+            return self._traceable(*args, **kwargs)
+        shown, named = self.without_caches(args, kwargs)
         # Bound beforehand: `checkpoint` has keywords of its own, which the module's may be named as
         call = functools.partial(self._forward, **named)
         makers = context_makers(self._modules())
@@ -161,6 +163,45 @@ class CheckpointedForward:
             if any(map(operator.is_not, [*args, *kwargs.values()], [*shown, *named.values()])):
                 error.add_note(_NO_CACHE)
             raise
+
+    def make_traceable(self) -> None:
+        """Let torch.compile take the checkpointed call into its graph.
+
+        Nothing runs twice there, since the graph's partition decides what the backward computes
+        again: buffers, containers and records need no care.
+        """
+        forward = self._forward
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self._options.selective:
+            rules = list(save_rules(self._modules()))
+
+            def contexts() -> ContextPair:
+                return graph_contexts(rules)
+
+            options["context_fn"] = contexts
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(functools.partial(forward, **kwargs), *args, **options)
+
+        self._traceable = call
+
+    def split(self) -> list[tuple[str, nn.Module]]:
+        """Recompute the parts of the block one by one instead; their paths, none without parts."""
+        parts = [part for part in _composite_children(self._module) if not _is_norm(part)]
+        if parts:
+            vars(self._module)["forward"] = self._forward
+        for part in parts:
+            if not _is_checkpointed(part):
+                vars(part)["forward"] = CheckpointedForward(part, self._block, self._options)
+        paths = {module: path for path, module in self._module.named_modules()}
+        return [(paths[part], part) for part in parts]
+
+    def without_caches(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with None in place of caches of keys and values."""
+        shown = [self._without_cache(value) for value in args]
+        return shown, {name: self._without_cache(value, name) for name, value in kwargs.items()}
 
     def _contexts(
         self, makers: Sequence[Callable[[], ContextPair]], values: Sequence[Any]
@@ -189,7 +230,7 @@ class CheckpointedForward:
 
     def _without_cache(self, value: Any, name: str = "") -> Any:
         """None for a cache of keys and values: the recompute would append to it again."""
-        if not (hasattr(value, "update") and hasattr(value, "get_seq_length")):
+        if not is_cache(value):
             if "cache" in name and not isinstance(value, _HARMLESS):
                 raise ValueError(
                     f"{self._options.model_name} passes {name}={type(value).__name__} to its "
@@ -212,6 +253,16 @@ class CheckpointedForward:
                 stacklevel=2,
             )
         return None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether it has vectors only: its name may say more than it is (`attention_norm`)."""
+    return all(parameter.ndim < 2 for parameter in module.parameters())
+
+
+def is_cache(value: Any) -> bool:
+    """Whether the value is a cache of keys and values, by what it can do."""
+    return hasattr(value, "update") and hasattr(value, "get_seq_length")
 
 
 _HARMLESS = (torch.Tensor, bool, int, float, str, tuple, list, Mapping, type(None))

@@ -22,13 +22,14 @@ from shardwalk.parallelizer_core.activation_checkpointing import (
     apply_activation_checkpointing,
     refuse_checkpointing,
 )
+from shardwalk.parallelizer_core.compile import compile_blocks
 from shardwalk.parallelizer_core.fsdp2.dtype_units import shard_unit
 from shardwalk.parallelizer_core.fsdp2.embeddings import untied_trainable_tables
 from shardwalk.parallelizer_core.fsdp2.multimodal import refuse_frozen_sharding
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments
 from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions, walk_dense
 from shardwalk.parallelizer_core.plugins import expert_parallel_provider
-from shardwalk.parallelizer_core.refusals import refuse_apply_options
+from shardwalk.parallelizer_core.refusals import refuse_async_tensor_parallel
 from shardwalk.parallelizer_core.start_values import check_equal_start
 from shardwalk.parallelizer_core.tensor_parallel.parallelize import (
     describe_plan,
@@ -105,15 +106,17 @@ class ModelParallelizer:
         Raises:
             ValueError: an option that this version does not carry out, named with its value.
         """
-        refuse_apply_options(
-            enable_async_tensor_parallel=enable_async_tensor_parallel,
-            enable_compile=enable_compile,
-        )
         refuse_frozen_sharding(model, frozen_multimodal_sharding)
         activation_checkpointing = normalize_activation_checkpointing(activation_checkpointing)
         refuse_checkpointing(model, activation_checkpointing, activation_checkpointing_scope)
         tp_mesh = _axis(device_mesh, tp_mesh_name)
         tp_size = 1 if tp_mesh is None else tp_mesh.size()
+        refuse_async_tensor_parallel(
+            enable_async_tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            tp_size=tp_size,
+            device_type=device_mesh.device_type,
+        )
         if tp_mesh is not None and tp_size > 1:
             self._validate_tp_mesh(model, tp_mesh)
         if reapply_trainability is not None:  # a plan leaves frozen towers whole
@@ -162,6 +165,8 @@ class ModelParallelizer:
             reshard_after_forward=reshard_after_forward,
             frozen_multimodal_sharding=frozen_multimodal_sharding,
         )
+        if enable_compile:
+            compile_blocks(model)
         return model
 
     def _apply_moe(self, model: nn.Module, mesh_context: MeshContext) -> nn.Module:
