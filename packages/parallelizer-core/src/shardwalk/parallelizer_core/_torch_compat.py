@@ -426,32 +426,9 @@ def exchange_parts(
 ) -> Tensor:
     """Pieces of `x` along its first dimension from every rank to every rank (2.13.0).
 
-    The public functions cannot be compiled, and torch's own backward reads gradients that are not
-    contiguous in the wrong order.
+    The gradient goes the way back. `torch.distributed.all_to_all_single` has none.
     """
-    moved: Tensor = _Exchange.apply(x, received, sent, group)  # type: ignore[no-untyped-call]
-    return moved
-
-
-class _Exchange(torch.autograd.Function):
-    """The gradient goes the way back."""
-
-    @staticmethod
-    def forward(
-        context: Any, x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        context.ways = (sent, received, group)
-        return _exchanged(x, received, sent, group)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradients[0], *context.ways), None, None, None
-
-
-def _exchanged(
-    x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    operators = torch.ops._c10d_functional
-    moved = operators.all_to_all_single(x.contiguous(), received, sent, group.group_name)
-    waited: Tensor = operators.wait_tensor(moved)
+    operators = torch.ops._c10d_functional_autograd
+    moved = operators.all_to_all_single(x, received, sent, group.group_name)
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(moved)
     return waited
