@@ -53,7 +53,7 @@ def llava() -> nn.Module:
         LlavaConfig(
             vision_config=vision,
             text_config=LlamaConfig(**TEXT),
-            image_token_id=MEDIUM,
+            image_token_index=MEDIUM,
             vision_feature_layer=-1,
             vision_feature_select_strategy="default",
         )

@@ -8,7 +8,7 @@ in the dtype in which the policy computes; the parameter itself stays as it is s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -20,8 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwalk.mesh import FrozenMultimodalSharding
 from shardwalk.parallelizer_core._torch_compat import after_backward
 from shardwalk.parallelizer_core.fp32_pins import is_pinned
+from shardwalk.parallelizer_core.fsdp2.nested import map_tensors, tensors_in
 from shardwalk.parallelizer_core.fsdp2.policies import cast_floats
-from shardwalk.parallelizer_core.layers import frozen_towers, has_forward, has_towers
+from shardwalk.parallelizer_core.layers import frozen_towers, has_forward, has_towers, is_in_tower
 from shardwalk.parallelizer_core.parallel_state import current_device
 
 Place = tuple[nn.Module, str]
@@ -73,6 +74,31 @@ def parameters_kept_whole(
             if sharding == "replicate" or (sharding == "root" and apart):
                 whole.add(parameter)
     return whole
+
+
+def pass_gradients_through(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> None:
+    """Let the backward of every rank pass through all blocks of the language model.
+
+    Where a projector or a tower trains and the embedding does not, hidden states need a gradient on
+    ranks with an image only. Those without would end their backward at another block, and reduce
+    what they trained in another order.
+    """
+    if any(p.requires_grad and is_in_tower(name) for name, p in model.named_parameters()):
+        for name, block in blocks:
+            if not is_in_tower(name):
+                block.register_forward_pre_hook(_need_gradients, prepend=True, with_kwargs=True)
+
+
+def _need_gradients(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Make the first floating input need a gradient, where none does."""
+    floats = [t for t in tensors_in([args, kwargs]) if t.is_floating_point()]
+    if not torch.is_grad_enabled() or not floats or any(t.requires_grad for t in floats):
+        return None
+
+    def mark(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_() if tensor is floats[0] else tensor
+
+    return map_tensors(mark, args), map_tensors(mark, kwargs)
 
 
 def keep_whole(

@@ -14,7 +14,11 @@ from shardwalk.mesh import FrozenMultimodalSharding
 from shardwalk.mesh.policies import default_mp_policy
 from shardwalk.parallelizer_core._torch_compat import guard_fsdp_units
 from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
-from shardwalk.parallelizer_core.fsdp2.multimodal import keep_whole, parameters_kept_whole
+from shardwalk.parallelizer_core.fsdp2.multimodal import (
+    keep_whole,
+    parameters_kept_whole,
+    pass_gradients_through,
+)
 from shardwalk.parallelizer_core.fsdp2.policies import block_policy, inner_policy
 from shardwalk.parallelizer_core.fsdp2.prefetch import chain_prefetch
 from shardwalk.parallelizer_core.fsdp2.replicated_parameters import average_replicated_gradients
@@ -111,6 +115,7 @@ def walk_dense(
     door(
         model, **options.for_unit(reshard_after_forward=options.reshard_after_forward, is_root=True)
     )
+    pass_gradients_through(model, (named for stack in stacks for named in stack.blocks))
     keep_whole(model, whole, options.mesh, options.mp_policy or default_mp_policy())
     for stack in stacks:
         chain_prefetch(
