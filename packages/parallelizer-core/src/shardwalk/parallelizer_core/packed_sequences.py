@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwalk.parallelizer_core.layers import find_block_stacks
+from shardwalk.parallelizer_core.parallel_state import class_of
 
 _OPTION = "patch_is_packed_sequence=True"
 
@@ -51,7 +52,7 @@ def _hide(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     if "position_ids" not in kwargs or kwargs.get("position_embeddings") is None:
         raise ValueError(
             f"{_OPTION} hides position_ids from blocks that get position_embeddings beside them, "
-            f"and a {type(block).__name__} gets {', '.join(kwargs) or 'no keyword arguments'}; use "
+            f"and a {class_of(block).__name__} gets {', '.join(kwargs) or 'no keyword arguments'}; use "
             f"patch_is_packed_sequence=False"
         )
     return args, {**kwargs, "position_ids": None}
