@@ -276,7 +276,7 @@ class ModelParallelizer:
     def _validate_tp_mesh(self, model: nn.Module, tp_mesh: DeviceMesh) -> None:
         """Refuse a tensor-parallel mesh that this model cannot be split over, whatever its plan.
 
-        The base class refuses what no plan makes right: adapters and dropout. Head counts and
+        The base class refuses what no plan makes right. Head counts and
         feature sizes are checked against the plan, wherever it came from, by `_validate_tp_sizes`.
 
         Raises:

@@ -17,7 +17,6 @@ from shardwalk.parallelizer_core.tensor_parallel.translation import (
     declared_plan,
 )
 from shardwalk.parallelizer_core.tensor_parallel.validation import (
-    refuse_adapters,
     refuse_conflicting_ties,
 )
 
@@ -35,7 +34,6 @@ def default_plan(model: nn.Module, tp_size: int, sequence_parallel: bool) -> Pla
         ValueError: neither fits; it names the entries of the declared plan that have no safe
             translation, what does not fit the structure, and the way out.
     """
-    refuse_adapters(model, tp_size)
     declared, why = _declared(model, sequence_parallel)
     try:
         structural = structural_plan(model, tp_size, sequence_parallel)

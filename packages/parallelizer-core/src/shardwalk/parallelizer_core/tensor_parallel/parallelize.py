@@ -9,9 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardwalk.parallelizer_core.tensor_parallel.adapters import without_wrappers
 from shardwalk.parallelizer_core.tensor_parallel.apply import apply_plan
 from shardwalk.parallelizer_core.tensor_parallel.coverage import check_uncovered
 from shardwalk.parallelizer_core.tensor_parallel.equal_inputs import check_first_inputs
+from shardwalk.parallelizer_core.tensor_parallel.lora import refuse_unsplittable_adapters
 from shardwalk.parallelizer_core.tensor_parallel.open_cuts import refuse_open_cuts
 from shardwalk.parallelizer_core.tensor_parallel.plans import (
     SidecarPlan,
@@ -52,6 +54,20 @@ def plan_tensors(
     """
     if tp_size == 1 and requested is None:
         return {}
+    with without_wrappers(model) as wrapped:
+        plan = _plan(model, tp_size, requested, sequence_parallel, sidecar, sidecar_plan)
+    refuse_unsplittable_adapters(wrapped, plan)
+    return plan
+
+
+def _plan(
+    model: nn.Module,
+    tp_size: int,
+    requested: Mapping[str, Any] | str | None,
+    sequence_parallel: bool,
+    sidecar: object,
+    sidecar_plan: SidecarPlan | None,
+) -> Plan:
     plan = resolve_plan(model, tp_size, requested, sequence_parallel, sidecar_plan)
     plan = with_requests(model, plan)
     check_plan_with_sidecar(sidecar, model, plan)

@@ -29,6 +29,7 @@ from shardwalk.parallelizer_core.tensor_parallel.layouts import (
     gather_sequence,
     gather_sequence_to_parts,
     map_sequence_tensors,
+    mark_features,
     on_local,
     split_features,
     split_sequence,
@@ -80,6 +81,7 @@ class _ColumnForward:
     inner: Forward
     mesh: DeviceMesh
     place: str = ""
+    keeps_split: bool = False
 
     def __call__(self, input: Tensor) -> Tensor:
         if not self.style.shared_input or isinstance(input, DTensor):
@@ -92,7 +94,8 @@ class _ColumnForward:
         with shown(self.linear, **values):
             output: Tensor = self.inner(input)
         if self.style.gather_output:
-            output = gather_features(output, self.mesh, self.linear.out_features)
+            leave = mark_features if self.keeps_split else gather_features
+            output = leave(output, self.mesh, self.linear.out_features)
         return output
 
 

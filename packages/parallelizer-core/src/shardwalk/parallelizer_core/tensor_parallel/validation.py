@@ -50,9 +50,8 @@ def validate_tp_model(model: nn.Module, tp_size: int) -> None:
     """Refuse what tensor parallelism cannot carry out right, whatever the plan.
 
     Raises:
-        ValueError: adapters around layers, or dropout, named with the way out.
+        ValueError: dropout, named with the way out.
     """
-    refuse_adapters(model, tp_size)
     _refuse_dropout(model, tp_size)
 
 
@@ -98,20 +97,6 @@ def validate_tp_heads(model: nn.Module, tp_size: int, plan: Plan) -> None:
                 f"use tp_size={divisors(tp_size, heads, key_value_heads)}"
             )
     check_units(model, tp_size, plan)
-
-
-def refuse_adapters(model: nn.Module, tp_size: int) -> None:
-    """Refuse low-rank adapters around linear layers.
-
-    Raises:
-        ValueError: names the first adapted layer.
-    """
-    for path, module in model.named_modules():
-        if "base_layer" in dict(module.named_children()):
-            raise ValueError(
-                f"tp_size={tp_size}: {path} is an adapter around a layer, and adapters with tensor "
-                f"parallelism are not in this version of shardwalk-parallelizer-core; use tp_size=1"
-            )
 
 
 def refuse_conflicting_ties(model: nn.Module, plan: Plan) -> None:
