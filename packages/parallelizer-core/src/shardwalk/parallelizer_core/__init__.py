@@ -18,6 +18,7 @@ from shardwalk.parallelizer_core.gradients import (
     no_sync,
     sync_gradients_on_last,
 )
+from shardwalk.parallelizer_core.loss_parallel import keep_logits_split, parallel_cross_entropy
 from shardwalk.parallelizer_core.materialize import materialize
 from shardwalk.parallelizer_core.megatron_fsdp import shard_optimizer
 from shardwalk.parallelizer_core.model_parallelizer import (
@@ -78,6 +79,7 @@ __all__ = [
     "get_model_parallelizer",
     "get_total_norm",
     "is_recomputing",
+    "keep_logits_split",
     "load_checkpoint",
     "load_model_state_dict",
     "load_optimizer_state_dict",
@@ -86,6 +88,7 @@ __all__ = [
     "no_sync",
     "not_kept",
     "optimizer_state_dict",
+    "parallel_cross_entropy",
     "parallelize_model",
     "read_concatenated",
     "record_or_replay",
