@@ -157,13 +157,25 @@ def sharding_arguments(config: MegatronFSDPConfig, package: ModuleType) -> dict[
             )
     if "mixed_precision_policy" in takes:
         arguments["mixed_precision_policy"] = _precision(config, package)
-    if config.average_in_collective and "expt_device_mesh" in takes:
+    _refuse_combinations(config, package)
+    return arguments
+
+
+def _refuse_combinations(config: MegatronFSDPConfig, package: ModuleType) -> None:
+    """Refuse what the package would take and do otherwise, as read in 0.6.1."""
+    level, version = config.zero_dp_strategy, package.__version__
+    if config.average_in_collective:
         raise ValueError(
             f"MegatronFSDPConfig.average_in_collective=True needs an expert mesh in megatron-fsdp "
-            f"{package.__version__}, which strategy='megatron_fsdp' has none of; use "
-            f"average_in_collective=False"
+            f"{version}, and strategy='megatron_fsdp' has none; use average_in_collective=False"
         )
-    return arguments
+    for name, first in (("overlap_grad_reduce", 2), ("overlap_param_gather", 3)):
+        if level >= first and not getattr(config, name):
+            raise ValueError(
+                f"MegatronFSDPConfig.{name}=False does nothing with zero_dp_strategy={level}, "
+                f"which always overlaps in megatron-fsdp {version}; use {name}=True, or a level "
+                f"below {first}"
+            )
 
 
 def _precision(config: MegatronFSDPConfig, package: ModuleType) -> Any:

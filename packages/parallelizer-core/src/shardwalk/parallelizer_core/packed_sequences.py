@@ -50,9 +50,9 @@ def _are_packed(positions: Tensor) -> bool:
 
 def _hide(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if "position_ids" not in kwargs or kwargs.get("position_embeddings") is None:
+        given = ", ".join(kwargs) or "no keyword arguments"
         raise ValueError(
             f"{_OPTION} hides position_ids from blocks that get position_embeddings beside them, "
-            f"and a {class_of(block).__name__} gets {', '.join(kwargs) or 'no keyword arguments'}; use "
-            f"patch_is_packed_sequence=False"
+            f"and a {class_of(block).__name__} gets {given}; use patch_is_packed_sequence=False"
         )
     return args, {**kwargs, "position_ids": None}
