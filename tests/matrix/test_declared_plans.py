@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import AutoModelForCausalLM
 
 from shardwalk.mesh import DistributedSetup, FSDP2Config, MeshContext, ParallelismSizes
@@ -74,7 +75,7 @@ IN_LAYERS = {
 FITTING = [name for name, layer in IN_LAYERS.items() if layer]
 
 
-def plan_of(name: str, tp_size: int = 2) -> dict[str, object]:
+def plan_of(name: str, tp_size: int = 2) -> dict[str, tuple[ParallelStyle, ...]]:
     with torch.device("meta"):
         model = declared_model(name)
     return plan_tensors(model, tp_size, requested=None, sequence_parallel=False, sidecar=None)

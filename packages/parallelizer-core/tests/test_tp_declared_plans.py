@@ -370,7 +370,9 @@ def units_on_ranks():
         plan = translated(name, model)
         whole = step(model, name)
         apply_plan(model, mesh, plan)
-        torch.testing.assert_close(step(model, name), whole, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            step(model, name), whole, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
         compared[name] = len(whole)
     return compared
 
