@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,21 @@ def test_frozen_towers_on_other_meshes_and_from_meta(
 # Ranks whose rows are text only
 
 
-@pytest.mark.parametrize("mode", [False, "full", "selective"])
-@pytest.mark.parametrize("sharding", ["root", "replicate"])
-@pytest.mark.parametrize("name", KINDS)
+SPREAD = {
+    ("llava", "root", False),
+    ("llava", "replicate", "full"),
+    ("qwen-vl", "root", "full"),
+    ("qwen-vl", "replicate", "selective"),
+    ("qwen-audio", "root", "selective"),
+    ("qwen-audio", "replicate", False),
+}
+TEXT_ONLY = [
+    pytest.param(*each, marks=() if each in SPREAD else pytest.mark.widest)
+    for each in itertools.product(KINDS, ["root", "replicate"], [False, "full", "selective"])
+]
+
+
+@pytest.mark.parametrize(("name", "sharding", "mode"), TEXT_ONLY)
 def test_ranks_of_text_only_beside_a_frozen_tower(name: str, sharding: str, mode: Any) -> None:
     """B44: nothing to do: they skip the tower, and nobody waits for them."""
     kind = KINDS[name]
