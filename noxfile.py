@@ -209,7 +209,7 @@ def matrix(session: nox.Session) -> None:
 
     `-- --widest` runs the widest tables too.
     """
-    install(session, *group("matrix"), *editable(PACKAGES.values()))
+    install(session, *group("matrix"), *editable(PACKAGES.values()), bare=group("megatron"))
     pytest(session, "tests/matrix", "tests/examples", *session.posargs)
 
 

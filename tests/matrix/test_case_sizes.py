@@ -175,11 +175,8 @@ def test_a_step_makes_no_further_group(kind: str, world: int) -> None:
 def options_on_one_rank() -> None:
     for option, value in {
         "tp_plan": {"layers.0.up": "colwise"},
-        "enable_compile": True,
-        "autocast_dtype": torch.bfloat16,
-        "patch_is_packed_sequence": True,
+        "autocast_dtype": torch.float64,
         "multimodal": {"frozen_sharding": "per_layer"},
-        "activation_checkpointing_scope": "language",
     }.items():
         named = option.replace("multimodal", "frozen_sharding")
         with pytest.raises((ValueError, TypeError), match=named):

@@ -40,7 +40,7 @@ from tests.matrix.case_models import (
     tokens,
 )
 from tests.matrix.case_models import seeded as seeded_decoder
-from tests.matrix.tiny_transformers import MODELS, SIZES, normal_weights
+from tests.matrix.tiny_transformers import MODELS, SIZES, gemma3n, normal_weights
 
 MESHES = {
     "one rank": (1, ParallelismSizes()),
@@ -262,6 +262,12 @@ def test_units_inside_a_checkpointed_block(prefetch: str, reshard: bool | None, 
 
 
 # What transformers passes in training
+
+
+@pytest.mark.parametrize(("mode", "mesh"), [("full", "fsdp 4"), ("selective", "ddp 2")])
+def test_layers_that_share_keys_and_values(mode: str, mesh: str) -> None:
+    shared = ParityCase(model=gemma3n, batches=TokenBatches(vocabulary=61), init=normal_weights)
+    run(shared, mesh, mode)
 
 
 def cached_llama() -> nn.Module:

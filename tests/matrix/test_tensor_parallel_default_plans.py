@@ -124,8 +124,7 @@ def test_the_default_plan_over_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Phi3", "model.layers.0 does not fit .*no attention with linear layers"),
-        ("Glm", "model.layers.0.mlp does not fit .*gate_up_proj, down_proj"),
+        ("CodeGen", "transformer.h.0.attn does not fit .*out_proj, qkv_proj"),
         ("Olmo2", "model.layers.0.self_attn.q_norm does not fit .*a norm over several heads"),
         ("GptOss", "model.layers.0.self_attn.sinks does not fit .*stands bare"),
         ("Mixtral", "model.layers.0.mlp.gate.weight does not fit .*stands bare"),

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -48,6 +50,22 @@ def gemma3(tied: bool, **sizes: Any) -> nn.Module:
         query_pre_attn_scalar=6,
     )
     return Gemma3ForCausalLM(config)
+
+
+def gemma3n() -> nn.Module:
+    """The last two of four layers read the keys and values of the two before."""
+    config = Gemma3nTextConfig(
+        **{**SIZES, "num_hidden_layers": 4},
+        vocab_size_per_layer_input=61,
+        hidden_size_per_layer_input=5,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=4,
+        altup_num_inputs=2,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    return Gemma3nForCausalLM(config)
 
 
 MODELS = {"llama": llama, "qwen3": qwen3, "gemma3": gemma3}

@@ -96,6 +96,11 @@ def test_the_scopes_and_modes() -> None:
     assert normalize_activation_checkpointing_scope(None) == "all"
     assert activation_checkpointing_groups("multimodal") == {"vision", "audio"}
     assert activation_checkpointing_groups("all") == {"language", "vision", "audio"}
+    assert activation_checkpointing_groups(["language", "audio"]) == {"language", "audio"}
+    assert normalize_activation_checkpointing_scope(["vision", "vision"]) == "vision"
+    several = FSDP2Config(activation_checkpointing_scope=["vision", "language"])
+    assert several.activation_checkpointing_scope == ("vision", "language")
+    assert FSDP2Config(**several.to_dict()) == several
     assert MegatronFSDPConfig(activation_checkpointing="full").activation_checkpointing is True
 
 
@@ -122,6 +127,8 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (FSDP2Config, {"activation_checkpointing": None}, "False, True"),
     (FSDP2Config, {"activation_checkpointing": 1}, "activation_checkpointing=1"),
     (FSDP2Config, {"activation_checkpointing_scope": "visio"}, "did you mean 'vision'"),
+    (DDPConfig, {"activation_checkpointing_scope": ["all", "audi"]}, "did you mean 'audio'"),
+    (DDPConfig, {"activation_checkpointing_scope": []}, "selects nothing"),
     (FSDP2Config, {"fsdp2_forward_prefetch_depth": -1}, "fsdp2_forward_prefetch_depth=-1"),
     (FSDP2Config, {"fsdp2_backward_prefetch_depth": True}, "fsdp2_backward_prefetch_depth=True"),
     (FSDP2Config, {"reshard_after_forward": 2}, "True, False or None"),

@@ -3,7 +3,11 @@
 import pytest
 from torch import nn
 
-from shardwalk.parallelizer_core.layers import find_block_stacks, frozen_towers
+from shardwalk.parallelizer_core.layers import (
+    find_block_stacks,
+    frozen_towers,
+    layer_groups,
+)
 
 
 class Block(nn.Module):
@@ -85,3 +89,31 @@ def test_frozen_towers_are_found_by_name_and_only_when_fully_frozen():
     assert [name for name, _ in frozen_towers(model)] == ["vision_tower"]
     model.vision_tower.layers[0].linear.weight.requires_grad_(True)
     assert frozen_towers(model) == []
+
+
+def stack() -> nn.Module:
+    return holder(layers=nn.ModuleList([Block()]))
+
+
+def test_groups_are_told_apart_by_the_names_on_the_paths_of_stacks():
+    model = holder(
+        vision_tower=stack(), audio_encoder=stack(), mm_projector=stack(), language_model=stack()
+    )
+    assert {g: [s.name for s in stacks] for g, stacks in layer_groups(model).items()} == {
+        "vision": ["vision_tower.layers", "mm_projector.layers"],
+        "audio": ["audio_encoder.layers"],
+        "language": ["language_model.layers"],
+    }
+    del model.vision_tower
+    assert [s.name for s in layer_groups(model)["audio"]] == [
+        "audio_encoder.layers",
+        "mm_projector.layers",
+    ]
+    del model.audio_encoder
+    assert list(layer_groups(model)) == ["language"]
+
+
+def test_single_layers_by_name_belong_to_the_layer_that_holds_them():
+    """As adapters stand: units of their own would stall where some ranks skip their layer."""
+    projector = holder(linear=nn.Linear(4, 4), adapters=nn.ModuleDict({"a": nn.Linear(4, 4)}))
+    assert names(holder(projector=projector)) == {}

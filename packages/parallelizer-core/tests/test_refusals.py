@@ -15,11 +15,8 @@ from shardwalk.mesh import (
     MoEParallelizerConfig,
     ParallelismSizes,
 )
-from shardwalk.parallelizer_core import (
-    ModelParallelizer,
-    compile_parallelized_model,
-    parallelize_model,
-)
+from shardwalk.parallelizer_core import ModelParallelizer, parallelize_model
+from shardwalk.parallelizer_core.refusals import refuse_async_tensor_parallel
 from shardwalk.parallelizer_core.tensor_parallel import ColumnParallel
 from shardwalk.parallelizer_core.testing import cached, run_on_ranks
 from shardwalk.parallelizer_core.testing.collectives import CountCollectives
@@ -38,23 +35,20 @@ def refused_options():
     for option, value, named in [
         ("tp_plan", "some_plan", "tp_plan='some_plan'"),
         ("tp_plan", {"layers.7.up": ColumnParallel()}, "layers.7.up"),
-        ("patch_is_packed_sequence", True, "patch_is_packed_sequence=True"),
-        ("autocast_dtype", torch.bfloat16, "autocast_dtype"),
-        ("activation_checkpointing_scope", "vision", "activation_checkpointing_scope='vision'"),
-        ("enable_compile", True, "enable_compile=True"),
+        ("autocast_dtype", torch.float64, "autocast_dtype=torch.float64"),
         ("multimodal", {"frozen_sharding": "per_layer"}, "frozen_sharding='per_layer'"),
         ("multimodal", {"frozen_sharding": "replicate"}, "frozen_sharding='replicate'"),
         ("offload_policy", CPUOffloadPolicy(), "pin_memory=True.*accelerator"),
     ]:
         refuses(named, context(**{option: value}))
     refuses(
-        "autocast_dtype",
+        "autocast_dtype=torch.float32",
         MeshContext.from_meshes(
-            context().device_mesh, strategy_config=DDPConfig(autocast_dtype=torch.bfloat16)
+            context().device_mesh, strategy_config=DDPConfig(autocast_dtype=torch.float32)
         ),
     )
     refuses(
-        "strategy='megatron_fsdp'",
+        "strategy='megatron_fsdp' (needs the package|runs on CUDA only)",
         MeshContext.from_meshes(context().device_mesh, strategy_config=MegatronFSDPConfig()),
     )
     refuses(
@@ -142,8 +136,8 @@ def set_and_parallelize(config):
 
 
 def set_later():
-    for config in (FSDP2Config(enable_compile=True), DDPConfig()):
-        with pytest.raises(ValueError, match="enable_compile|moe_parallel_config"):
+    for config in (FSDP2Config(autocast_dtype="float64"), DDPConfig()):
+        with pytest.raises(ValueError, match="autocast_dtype|moe_parallel_config"):
             set_and_parallelize(config)
 
 
@@ -210,12 +204,28 @@ def test_a_strategy_without_a_mesh_is_refused_and_a_bare_context_shards_nothing(
     assert seen == [model]
 
 
-def test_compile_is_refused_where_it_is_asked_for():
-    compile_parallelized_model(Decoder(), MeshContext())
-    with pytest.raises(ValueError, match="enable_compile=True"):
-        compile_parallelized_model(
-            Decoder(), MeshContext(strategy_config=FSDP2Config(enable_compile=True))
-        )
+def refused_beside_tensor_parallelism():
+    sizes = ParallelismSizes(tp_size=2)
+    refuses(
+        "enable_compile=True beside tp_size=2",
+        DistributedSetup.build(FSDP2Config(enable_compile=True), sizes).mesh_context,
+    )
+    asynchronous = {"sequence_parallel": True, "enable_async_tensor_parallel": True}
+    refuses(
+        "enable_async_tensor_parallel=True exchanges through symmetric memory.* on cpu",
+        DistributedSetup.build(FSDP2Config(**asynchronous), sizes).mesh_context,
+    )
+    refuses("needs a tensor-parallel mesh, and tp_size=1", context(**asynchronous))
+    with pytest.raises(ValueError, match="sequence_parallel=False; set sequence_parallel=True"):
+        refuse_async_tensor_parallel(True, sequence_parallel=False, tp_size=2, device_type="cuda")
+    with pytest.raises(
+        ValueError, match="needs compiled tensor-parallel blocks, and that is not in"
+    ):
+        refuse_async_tensor_parallel(True, sequence_parallel=True, tp_size=2, device_type="cuda")
+
+
+def test_compile_and_asynchronous_tensor_parallelism_say_what_they_lack():
+    run_on_ranks(2, refused_beside_tensor_parallelism)
 
 
 def hooks_refuse():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import state_toys as toys
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwalk.parallelizer_core import _torch_compat as compat
@@ -23,6 +25,15 @@ def test_fused_norms_and_scaling() -> None:
     ]
     compat.foreach_scale_(tensors, torch.tensor(0.5))
     assert [tensor[0].item() for tensor in tensors] == [1.0, 0.5]
+
+
+def test_enabled_attention_backends() -> None:
+    everything = compat.enabled_attention_backends()
+    chosen = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    for order in (chosen, chosen[::-1]):
+        with sdpa_kernel(order, set_priority=True):
+            assert compat.enabled_attention_backends() == order
+    assert compat.enabled_attention_backends() == everything
 
 
 def units() -> None:
@@ -138,3 +149,21 @@ def concatenated() -> tuple[tuple[str, ...] | None, tuple[int, ...]]:
 def test_meshes_of_one_root_are_joined_in_the_order_given() -> None:
     """Fails when torch has another way, which FSDP2 would take for its DTensors too."""
     assert run_on_ranks(2, concatenated) == [(("dp", "tp"), (1, 2))] * 2
+
+
+def exchanged_rows() -> tuple[list[float], list[float]]:
+    """Two rows from here to rank 0 and one to rank 1, and a gradient that is not contiguous."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    rows = (10.0 * rank + torch.arange(3.0)).repeat(2, 1).t().requires_grad_()
+    moved = compat.exchange_parts(rows, [2 - rank] * 2, [2, 1], group)
+    moved.backward(100 + moved.detach().t().contiguous().t())
+    assert rows.grad is not None
+    return moved[:, 1].tolist(), rows.grad[:, 1].tolist()
+
+
+def test_rows_are_exchanged_and_their_gradients_go_back() -> None:
+    assert run_on_ranks(2, exchanged_rows) == [
+        ([0.0, 1.0, 10.0, 11.0], [100.0, 101.0, 102.0]),
+        ([2.0, 12.0], [110.0, 111.0, 112.0]),
+    ]

@@ -304,13 +304,3 @@ def test_a_model_without_blocks_or_with_other_blocks_is_refused():
         plan_of(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="layers.0 does not fit .*no attention .* is found in it"):
         plan_of(decoder(lambda: nn.RMSNorm(3)))
-
-
-def test_adapters_are_refused_by_name():
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base_layer, self.lora_A = nn.Linear(12, 16), nn.Linear(12, 2)
-
-    with pytest.raises(ValueError, match="layers.0.attention.q_proj is an adapter .*tp_size=1"):
-        plan_of(decoder(changed_block(put("attention.q_proj", Adapted))))

@@ -1,5 +1,6 @@
 """Activation checkpointing as one setting: its modes, its scopes and how requests combine."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from shardwalk.mesh.validation import check_choice, nearest
@@ -21,8 +22,10 @@ ActivationCheckpointingMode = bool | Literal["full", "selective"]
 ResolvedActivationCheckpointing = Literal[False, "full", "selective"]
 """What the walk reads."""
 
-ActivationCheckpointingScope = Literal["all", "language", "vision", "audio", "multimodal"]
-"""Which layer groups are checkpointed; "multimodal" means every group but language."""
+_ScopeName = Literal["all", "language", "vision", "audio", "multimodal"]
+
+ActivationCheckpointingScope = _ScopeName | Sequence[_ScopeName]
+"""Which layer groups are checkpointed: one name or several; "multimodal" is all but language."""
 
 FrozenMultimodalSharding = Literal["root", "per_layer", "replicate"]
 """Where the parameters of a fully frozen tower live."""
@@ -55,16 +58,28 @@ def normalize_activation_checkpointing(
 def normalize_activation_checkpointing_scope(
     value: object, option: str = "activation_checkpointing_scope"
 ) -> ActivationCheckpointingScope:
-    """Return the scope; None means "all". Raises ValueError for an unknown name."""
+    """Return the scope: one name, or a tuple of several; None means "all".
+
+    Raises ValueError for an unknown name or no name at all.
+    """
     if value is None:
         return "all"
-    check_choice(option, value, _SCOPES)
-    return value  # type: ignore[return-value]
+    if not isinstance(value, (list, tuple)):
+        check_choice(option, value, _SCOPES)
+        return value  # type: ignore[return-value]
+    if not value:
+        raise ValueError(f"{option}={value!r} selects nothing; use activation_checkpointing=False")
+    for name in value:
+        check_choice(option, name, _SCOPES)
+    names = tuple(dict.fromkeys(value))
+    return names[0] if len(names) == 1 else names
 
 
 def activation_checkpointing_groups(scope: ActivationCheckpointingScope) -> frozenset[str]:
     """Return the layer groups ("language", "vision", "audio") that a scope selects."""
-    return _SCOPES[normalize_activation_checkpointing_scope(scope)]
+    normal = normalize_activation_checkpointing_scope(scope)
+    names = (normal,) if isinstance(normal, str) else normal
+    return frozenset().union(*(_SCOPES[name] for name in names))
 
 
 def merge_activation_checkpointing(**requests: object) -> ResolvedActivationCheckpointing:

@@ -6,6 +6,7 @@ from shardwalk.parallelizer_core.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from shardwalk.parallelizer_core.compile import CompiledBlocks, describe_compiled
 from shardwalk.parallelizer_core.export import export_safetensors
 from shardwalk.parallelizer_core.fsdp2.dtype_units import fully_shard_by_dtype
 from shardwalk.parallelizer_core.fsdp2.unit_order import check_unit_order
@@ -17,7 +18,9 @@ from shardwalk.parallelizer_core.gradients import (
     no_sync,
     sync_gradients_on_last,
 )
+from shardwalk.parallelizer_core.loss_parallel import keep_logits_split, parallel_cross_entropy
 from shardwalk.parallelizer_core.materialize import materialize
+from shardwalk.parallelizer_core.megatron_fsdp import shard_optimizer
 from shardwalk.parallelizer_core.model_parallelizer import (
     compile_parallelized_model,
     get_model_parallelizer,
@@ -52,6 +55,7 @@ from shardwalk.parallelizer_core.state_mismatch import StateMismatchError
 from shardwalk.parallelizer_core.tensor_parallel import register_tp_plan
 
 __all__ = [
+    "CompiledBlocks",
     "ComputesBuffers",
     "FinalizesParallelization",
     "HasCheckpointContext",
@@ -68,12 +72,14 @@ __all__ = [
     "check_unit_order",
     "clip_grad_norm_",
     "compile_parallelized_model",
+    "describe_compiled",
     "describe_units",
     "export_safetensors",
     "fully_shard_by_dtype",
     "get_model_parallelizer",
     "get_total_norm",
     "is_recomputing",
+    "keep_logits_split",
     "load_checkpoint",
     "load_model_state_dict",
     "load_optimizer_state_dict",
@@ -82,6 +88,7 @@ __all__ = [
     "no_sync",
     "not_kept",
     "optimizer_state_dict",
+    "parallel_cross_entropy",
     "parallelize_model",
     "read_concatenated",
     "record_or_replay",
@@ -89,5 +96,6 @@ __all__ = [
     "register_tp_plan",
     "replay_contexts",
     "save_checkpoint",
+    "shard_optimizer",
     "sync_gradients_on_last",
 ]

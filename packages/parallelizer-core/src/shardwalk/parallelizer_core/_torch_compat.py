@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from shardwalk.parallelizer_core.parallel_state import fsdp_units
@@ -27,8 +28,12 @@ __all__ = [
     "argument_of",
     "as_own_tensor",
     "buffers_of",
+    "compiler_backend",
+    "compiler_errors",
     "concatenate_meshes",
     "drop_unreduced_gradients",
+    "exchange_parts",
+    "enabled_attention_backends",
     "foreach_norms",
     "foreach_scale_",
     "forget_interrupted_forward",
@@ -37,8 +42,10 @@ __all__ = [
     "gradient_hooks_of",
     "functional_collectives",
     "guard_fsdp_units",
+    "is_graph_break",
     "is_operator",
     "is_persistent_buffer",
+    "is_view",
     "move_hooks",
     "mutates_arguments",
     "offloaded_parameters",
@@ -126,12 +133,18 @@ def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
 def as_own_tensor(tensor: Tensor) -> Tensor:
     """The same values as a tensor that is no view, where nobody holds what it is a view of.
 
-    torch 2.13's ``DTensor.to_local`` returns a view too.
+    torch 2.13's ``DTensor.to_local`` returns a view too. Whether a tensor is a view cannot be asked
+    in a graph that is being traced, where the operator costs nothing.
     """
-    if not tensor._is_view():
+    if not torch.compiler.is_compiling() and not tensor._is_view():
         return tensor
     own: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
     return own
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes the tensor for a view of another one (2.13.0)."""
+    return tensor._base is not None
 
 
 def after_backward(model: nn.Module, function: Callable[[], None]) -> None:
@@ -270,6 +283,11 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
                 param._unsharded_param.grad = None
 
 
+def enabled_attention_backends() -> list[SDPBackend]:
+    """What scaled dot-product attention may choose among, the first choice first (2.13.0)."""
+    return list(_cur_sdpa_kernel_backends(with_priority=True))
+
+
 def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """The norm of each tensor, in `dtype`, in one fused call (2.13.0 spells it privately).
 
@@ -281,6 +299,26 @@ def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -
 def foreach_scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the tensors of one device in place by a scalar tensor of that device (2.13.0)."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def compiler_backend(name: str) -> Callable[..., Any]:
+    """The function that ``torch.compile(backend=name)`` makes of a graph and inputs (2.13.0)."""
+    found: Callable[..., Any] = torch._dynamo.lookup_backend(name)
+    return found
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What the tracer raises, apart from errors of the traced code (2.13.0)."""
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def is_graph_break(error: Exception) -> bool:
+    """Whether the tracer met code that it cannot take into one graph (2.13.0)."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.Unsupported | exc.UserError)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -381,3 +419,16 @@ def without_innermost_mode() -> AbstractContextManager[Any]:
     Inside ``__torch_dispatch__`` that is the mode below the one that dispatches.
     """
     return _pop_mode_temporarily()
+
+
+def exchange_parts(
+    x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Pieces of `x` along its first dimension from every rank to every rank (2.13.0).
+
+    The gradient goes the way back. `torch.distributed.all_to_all_single` has none.
+    """
+    operators = torch.ops._c10d_functional_autograd
+    moved = operators.all_to_all_single(x, received, sent, group.group_name)
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(moved)
+    return waited

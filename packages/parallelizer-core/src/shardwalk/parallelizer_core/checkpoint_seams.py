@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from shardwalk.parallelizer_core.parallel_state import class_of
 from shardwalk.parallelizer_core.recompute_replay import ContextPair
 from shardwalk.parallelizer_core.selective_checkpointing import SaveRule, check_save_rules
 
@@ -56,6 +56,11 @@ class ContextMaker:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_context, pair))):
             raise self._seam.refuse(pair)
         return pair[0], pair[1]
+
+
+def has_checkpoint_context(module: nn.Module) -> bool:
+    """Whether this very module asks for contexts around its checkpointed call."""
+    return any(True for _ in _seams([module], "checkpoint_context"))
 
 
 def context_makers(modules: Iterable[nn.Module]) -> list[ContextMaker]:
@@ -102,15 +107,10 @@ def _seams(modules: Iterable[nn.Module], name: str) -> Iterator[_Seam]:
     for module in modules:
         if name in vars(module) or hasattr(type(module), name):
             call = getattr(module, name)
-            owner = _class_name(module)
+            owner = class_of(module).__qualname__
             if not callable(call):
                 raise TypeError(f"{name} of {owner} is {call!r}; it must be {_MEANING[name]}")
             yield _Seam(name, owner, call)
-
-
-def _class_name(module: nn.Module) -> str:
-    """As its author wrote it: a unit of FSDP2 has a class of its own."""
-    return next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule)).__qualname__
 
 
 def _is_context(value: object) -> bool:

@@ -10,9 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwalk.mesh import DDPConfig, MeshContext, get_flat_mesh
 from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
-from shardwalk.parallelizer_core.parallel_state import current_device
-
-_PREFIX = "module."
+from shardwalk.parallelizer_core.parallel_state import current_device, keep_original_keys
 
 
 def wrap_ddp(
@@ -41,8 +39,7 @@ def wrap_ddp(
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         **_buffer_option(config.broadcast_buffers),
     )
-    wrapped.register_state_dict_post_hook(_strip_prefix)
-    wrapped.register_load_state_dict_pre_hook(_add_prefix)
+    keep_original_keys(wrapped)
     return wrapped
 
 
@@ -65,16 +62,3 @@ def _buffer_option(synchronize: bool) -> dict[str, Any]:
     names = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     return {name: synchronize}
-
-
-def _strip_prefix(
-    wrapped: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
-) -> None:
-    start = prefix + _PREFIX
-    for key in [key for key in state if key.startswith(start)]:
-        state[prefix + key.removeprefix(start)] = state.pop(key)
-
-
-def _add_prefix(wrapped: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)

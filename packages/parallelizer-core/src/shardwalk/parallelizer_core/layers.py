@@ -2,7 +2,11 @@
 
 A block is an element of the outermost `ModuleList`, `ModuleDict` or repeating `Sequential` on its
 path. Lists inside a block (experts, attention branches) belong to the block: what runs there may
-depend on the data, and a unit that some ranks skip would stall the others.
+depend on the data, and a unit that some ranks skip would stall the others. A `ModuleDict` of single
+layers (adapters by name) is part of the layer that holds it.
+
+Towers are known by the names on the path of a module: what a model calls its vision or audio part,
+and what stands between that part and the language model.
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ from dataclasses import dataclass
 from torch import nn
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-_TOWER_WORDS = ("vision", "visual", "image", "audio", "speech")
-_PROJECTOR_WORDS = ("multi_modal_projector", "multimodal_projector", "mm_projector")
+_WORDS = {"vision": ("vision", "visual", "image", "video"), "audio": ("audio", "speech")}
+_CONNECTOR_WORDS = ("projector", "connector", "resampler", "aligner", "qformer", "merger")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,22 @@ def find_block_stacks(model: nn.Module) -> list[BlockStack]:
     return [stack for stack in stacks if stack.blocks]
 
 
+def layer_groups(model: nn.Module) -> dict[str, list[BlockStack]]:
+    """The stacks of `model` by layer group: "language", "vision", "audio"; none is empty.
+
+    What connects a tower with the language model counts as vision where the model has any, else as
+    audio.
+    """
+    stacks = find_block_stacks(model)
+    found = {_modality(name) for name, _ in model.named_modules()}
+    connected = next((group for group in _WORDS if group in found), "language")
+    groups: dict[str, list[BlockStack]] = {}
+    for stack in stacks:
+        group = _modality(stack.name) or (connected if is_in_tower(stack.name) else "language")
+        groups.setdefault(group, []).append(stack)
+    return groups
+
+
 def frozen_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost fully frozen vision or audio towers and projectors, by their names."""
     found: list[tuple[str, nn.Module]] = []
@@ -47,8 +67,16 @@ def frozen_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def has_towers(model: nn.Module) -> bool:
+    """Whether any module with parameters is called a tower or a projector."""
+    return any(
+        _names_a_tower(name.rpartition(".")[2]) and _has_parameters(module)
+        for name, module in model.named_modules()
+    )
+
+
 def is_in_tower(path: str) -> bool:
-    """Whether `path` leads into a vision or audio tower, by the names on it."""
+    """Whether `path` leads into a vision or audio tower or a projector, by the names on it."""
     return any(_names_a_tower(name) for name in path.split("."))
 
 
@@ -89,8 +117,16 @@ def _join(name: str, child_name: str) -> str:
 
 def _is_stack(module: nn.Module) -> bool:
     if isinstance(module, _CONTAINERS) and not has_forward(module):
-        return True
+        return not (isinstance(module, nn.ModuleDict) and _holds_single_layers(module))
     return type(module) is nn.Sequential and _repeats_a_block(module)
+
+
+def _holds_single_layers(container: nn.Module) -> bool:
+    """Whether all elements are layers of torch itself without parts, such as linear ones."""
+    return all(
+        type(child).__module__.startswith("torch.nn") and not any(True for _ in child.children())
+        for child in container.children()
+    )
 
 
 def _repeats_a_block(sequential: nn.Sequential) -> bool:
@@ -108,4 +144,13 @@ def _is_frozen(module: nn.Module) -> bool:
 
 
 def _names_a_tower(attribute: str) -> bool:
-    return any(word in attribute for word in _TOWER_WORDS) or attribute in _PROJECTOR_WORDS
+    return bool(_modality(attribute)) or any(word in attribute for word in _CONNECTOR_WORDS)
+
+
+def _modality(path: str) -> str | None:
+    """The group whose words stand on `path`, the outermost name first; None without any."""
+    for name in path.split("."):
+        for group, words in _WORDS.items():
+            if any(word in name for word in words):
+                return group
+    return None

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
-from shardwalk.mesh import DDPConfig, FSDP2Config, MegatronFSDPConfig, MeshContext
+from shardwalk.mesh import (
+    ActivationCheckpointingScope,
+    DDPConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    MeshContext,
+)
 from shardwalk.parallelizer_core.activation_checkpointing import (
     apply_activation_checkpointing,
     refuse_checkpointing,
 )
+from shardwalk.parallelizer_core.autocast import autocast_dtype, autocast_forward
 from shardwalk.parallelizer_core.base_models import base_model_of, first_tensor_outside
+from shardwalk.parallelizer_core.compile import compile_blocks
 from shardwalk.parallelizer_core.ddp import wrap_ddp
+from shardwalk.parallelizer_core.fsdp2.multimodal import refuse_frozen_sharding
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments, fsdp2_config
 from shardwalk.parallelizer_core.fsdp2.walk import finish_units
+from shardwalk.parallelizer_core.megatron_fsdp import refuse_megatron_fsdp, wrap_megatron_fsdp
+from shardwalk.parallelizer_core.packed_sequences import hide_positions
 from shardwalk.parallelizer_core.parallel_state import record_mesh_context, unwrap_model
 from shardwalk.parallelizer_core.parallelizer import ModelParallelizer
 from shardwalk.parallelizer_core.plugins import installed_sidecar
 from shardwalk.parallelizer_core.protocols import FinalizesParallelization, Parallelizer
 from shardwalk.parallelizer_core.refusals import (
-    refuse_apply_options,
     refuse_context,
     refuse_model,
     refuse_offload,
     refuse_unshardable,
+    refuse_without_blocks,
 )
 from shardwalk.parallelizer_core.stale_optimizers import remember_parameters, watch_optimizers
 
@@ -52,7 +64,14 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     """
     refuse_model(model)
     refuse_context(mesh_context)
-    refuse_checkpointing(model, mesh_context.activation_checkpointing)
+    if isinstance(mesh_context.strategy_config, MegatronFSDPConfig):
+        refuse_megatron_fsdp(mesh_context)
+    autocast_to = autocast_dtype(mesh_context)
+    refuse_without_blocks(model, fsdp2_config(mesh_context))
+    refuse_checkpointing(model, mesh_context.activation_checkpointing, _scope_of(mesh_context))
+    refuse_frozen_sharding(
+        model, fsdp2_config(mesh_context).multimodal.frozen_sharding, "multimodal.frozen_sharding"
+    )
     target = _part_to_parallelize(model, mesh_context)
     before = remember_parameters(model)
     parallelized = get_model_parallelizer(model).parallelize(target, mesh_context)
@@ -65,13 +84,26 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     for module in unwrap_model(parallelized).modules():
         if isinstance(module, FinalizesParallelization):
             module.finalize_parallelization(mesh_context)
+    _change_calls(unwrap_model(parallelized), mesh_context, autocast_to)
     if target is not model:
         parallelized = _wrapper_around(parallelized, target, model)
         record_mesh_context(target, mesh_context)
     if mesh_context.device_mesh is not None:
         watch_optimizers(before, parallelized)
     record_mesh_context(parallelized, mesh_context)
+    compile_parallelized_model(parallelized, mesh_context)
     return parallelized
+
+
+def _change_calls(
+    model: nn.Module, mesh_context: MeshContext, autocast_to: torch.dtype | None
+) -> None:
+    """What the strategy asks of calls of the model, whatever it is sharded by."""
+    mesh = mesh_context.device_mesh
+    if fsdp2_config(mesh_context).patch_is_packed_sequence:
+        hide_positions(model)
+    if autocast_to is not None and mesh is not None:
+        autocast_forward(model, mesh.device_type, autocast_to)
 
 
 def get_model_parallelizer(model: nn.Module) -> Parallelizer:
@@ -101,15 +133,18 @@ def register_parallelizer(cls: type[nn.Module], parallelizer: Parallelizer) -> N
     _registered[cls] = parallelizer
 
 
-def compile_parallelized_model(model: nn.Module, mesh_context: MeshContext) -> None:
+def compile_parallelized_model(
+    model: nn.Module, mesh_context: MeshContext, *, backend: str | None = None
+) -> None:
     """Compile the blocks of a parallelized model in place, where `mesh_context` asks for it.
 
-    Raises:
-        ValueError: it asks for it; this version does not compile.
+    `parallelize_model` does so at its end, for torch's `inductor`. A call after it changes nothing,
+    unless it names another backend. Graphs are made at the first call of each kind of block;
+    `describe_compiled` tells of them.
     """
     strategy = mesh_context.strategy_config
-    if isinstance(strategy, FSDP2Config):
-        refuse_apply_options(enable_compile=strategy.enable_compile)
+    if isinstance(strategy, FSDP2Config) and strategy.enable_compile:
+        compile_blocks(model, backend)
 
 
 def _apply_model_parallelizer(
@@ -120,11 +155,11 @@ def _apply_model_parallelizer(
         _reapply_trainability(model, mesh_context)
         _checkpoint_activations(model, mesh_context, parallelizer)
         return model
-    if isinstance(mesh_context.strategy_config, DDPConfig):
+    if isinstance(mesh_context.strategy_config, DDPConfig | MegatronFSDPConfig):
         _reapply_trainability(model, mesh_context)
         _checkpoint_activations(model, mesh_context, parallelizer)
-        return _parallelize_ddp(model, mesh_context)
-    if isinstance(mesh_context.strategy_config, MegatronFSDPConfig):
+        if isinstance(mesh_context.strategy_config, DDPConfig):
+            return _parallelize_ddp(model, mesh_context)
         return _parallelize_megatron_fsdp(model, mesh_context)
     refuse_unshardable(model)
     refuse_offload(fsdp2_config(mesh_context).offload_policy, mesh_context.device_mesh.device_type)
@@ -160,8 +195,7 @@ def _parallelize_moe(
 
 
 def _parallelize_megatron_fsdp(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
-    refuse_context(mesh_context)
-    raise AssertionError("refuse_context lets no Megatron-FSDP context pass")
+    return wrap_megatron_fsdp(model, mesh_context)
 
 
 def _checkpoint_activations(
@@ -172,7 +206,15 @@ def _checkpoint_activations(
         model,
         mesh_context.activation_checkpointing,
         whole_layers=parallelizer._use_full_layer_activation_checkpointing(model),
+        scope=_scope_of(mesh_context),
     )
+
+
+def _scope_of(mesh_context: MeshContext) -> ActivationCheckpointingScope:
+    strategy = mesh_context.strategy_config
+    if isinstance(strategy, FSDP2Config | DDPConfig):
+        return strategy.activation_checkpointing_scope
+    return "all"
 
 
 def _reapply_trainability(model: nn.Module, mesh_context: MeshContext) -> None:
@@ -181,14 +223,14 @@ def _reapply_trainability(model: nn.Module, mesh_context: MeshContext) -> None:
 
 
 def _part_to_parallelize(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
-    """`model`, or the base model that it wraps; torch's DDP wrapper goes around the whole.
+    """`model`, or the base model that it wraps; wrappers of a strategy go around the whole.
 
     Raises:
         ValueError: the wrapper adds parameters of its own around a base model with a sidecar.
     """
     base = base_model_of(model)
-    is_ddp = isinstance(mesh_context.strategy_config, DDPConfig)
-    if base is model or is_ddp or _own_sidecar(type(model)) is not None:
+    wraps = isinstance(mesh_context.strategy_config, DDPConfig | MegatronFSDPConfig)
+    if base is model or wraps or _own_sidecar(type(model)) is not None:
         return model
     outside = first_tensor_outside(base, model)
     if outside is None:

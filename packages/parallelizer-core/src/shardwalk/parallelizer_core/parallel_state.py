@@ -6,7 +6,9 @@ the model itself gains no attribute that a deep copy or a pickle would trip over
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwalk.mesh import MeshContext
+
+_PREFIX = "module."
 
 _contexts: WeakKeyDictionary[nn.Module, MeshContext] = WeakKeyDictionary()
 
@@ -30,11 +34,26 @@ def mesh_context_of(model: nn.Module) -> MeshContext | None:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The user's module inside a DDP wrapper; any other model is returned as it is."""
-    if isinstance(model, DistributedDataParallel):
-        inner: nn.Module = model.module
-        return inner
-    return model
+    """The user's module inside the wrapper of DDP or Megatron-FSDP; another model as it is."""
+    wraps = isinstance(model, DistributedDataParallel | megatron_fsdp_wrapper())
+    return model.get_submodule("module") if wraps else model
+
+
+def megatron_fsdp_wrapper() -> type[nn.Module]:
+    """The class of Megatron-FSDP's wrapper; that of DDP's while the package is not in use."""
+    package = sys.modules.get("megatron_fsdp")
+    return getattr(package, "MegatronFSDP", DistributedDataParallel)
+
+
+def keep_original_keys(wrapper: nn.Module) -> None:
+    """Let a wrapper around `module` save and load under the names of what it wraps."""
+    wrapper.register_state_dict_post_hook(_strip_prefix)
+    wrapper.register_load_state_dict_pre_hook(_add_prefix)
+
+
+def class_of(module: nn.Module) -> type:
+    """The class of a module as its author wrote it: a unit of FSDP2 has a class of its own."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def fsdp_units(model: nn.Module) -> Iterator[FSDPModule]:
@@ -49,3 +68,16 @@ def current_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def _strip_prefix(
+    wrapped: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    start = prefix + _PREFIX
+    for key in [key for key in state if key.startswith(start)]:
+        state[prefix + key.removeprefix(start)] = state.pop(key)
+
+
+def _add_prefix(wrapped: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)

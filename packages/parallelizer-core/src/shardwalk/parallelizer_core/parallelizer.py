@@ -18,20 +18,28 @@ from shardwalk.mesh import (
     get_submesh,
     normalize_activation_checkpointing,
 )
-from shardwalk.parallelizer_core.activation_checkpointing import apply_activation_checkpointing
+from shardwalk.parallelizer_core.activation_checkpointing import (
+    apply_activation_checkpointing,
+    refuse_checkpointing,
+)
+from shardwalk.parallelizer_core.compile import compile_blocks
 from shardwalk.parallelizer_core.fsdp2.dtype_units import shard_unit
 from shardwalk.parallelizer_core.fsdp2.embeddings import untied_trainable_tables
+from shardwalk.parallelizer_core.fsdp2.multimodal import refuse_frozen_sharding
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments
 from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions, walk_dense
 from shardwalk.parallelizer_core.plugins import expert_parallel_provider
-from shardwalk.parallelizer_core.refusals import refuse_apply_options
+from shardwalk.parallelizer_core.refusals import refuse_async_tensor_parallel
 from shardwalk.parallelizer_core.start_values import check_equal_start
 from shardwalk.parallelizer_core.tensor_parallel.parallelize import (
     describe_plan,
     parallelize_tensors,
     plan_tensors,
 )
-from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_model
+from shardwalk.parallelizer_core.tensor_parallel.validation import (
+    validate_tp_model,
+    validate_tp_sizes,
+)
 
 
 class ModelParallelizer:
@@ -86,27 +94,33 @@ class ModelParallelizer:
             mp_policy: None is bf16 compute with fp32 reduction.
             sequence_parallel: split hidden states over the sequence between the layers of a block.
             tp_shard_plan: module-path patterns -> styles, or a name or import path of such a plan;
-                None is `_tp_plan`, else the structural default.
+                None is `_tp_plan`, else the plan that the model declares, else the structural one.
             reshard_after_forward: None frees every block but the last of a stack, and none in a
                 pipeline stage.
             activation_checkpointing: False, "full" (or True), or "selective".
+            activation_checkpointing_scope: which layer groups; None is all of them.
+            frozen_multimodal_sharding: as for `_apply_fsdp_sharding`.
             reapply_trainability: called on the model before it is changed, and again before it is
                 sharded.
 
         Raises:
             ValueError: an option that this version does not carry out, named with its value.
         """
-        refuse_apply_options(
-            enable_async_tensor_parallel=enable_async_tensor_parallel,
-            enable_compile=enable_compile,
-            activation_checkpointing_scope=activation_checkpointing_scope,
-            frozen_multimodal_sharding=frozen_multimodal_sharding,
-        )
+        refuse_frozen_sharding(model, frozen_multimodal_sharding)
         activation_checkpointing = normalize_activation_checkpointing(activation_checkpointing)
+        refuse_checkpointing(model, activation_checkpointing, activation_checkpointing_scope)
         tp_mesh = _axis(device_mesh, tp_mesh_name)
         tp_size = 1 if tp_mesh is None else tp_mesh.size()
+        refuse_async_tensor_parallel(
+            enable_async_tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            tp_size=tp_size,
+            device_type=device_mesh.device_type,
+        )
         if tp_mesh is not None and tp_size > 1:
             self._validate_tp_mesh(model, tp_mesh)
+        if reapply_trainability is not None:  # a plan leaves frozen towers whole
+            reapply_trainability(model)
         plan = plan_tensors(
             model,
             tp_size,
@@ -115,14 +129,14 @@ class ModelParallelizer:
             sidecar=self,
             sidecar_plan=self._tp_plan,
         )
-        if reapply_trainability is not None:
-            reapply_trainability(model)
         check_equal_start(
             model,
             device_mesh,
             {
                 "tp_plan": describe_plan(plan),
                 "activation_checkpointing": activation_checkpointing,
+                "activation_checkpointing_scope": activation_checkpointing_scope,
+                "frozen_multimodal_sharding": frozen_multimodal_sharding,
                 "mp_policy": mp_policy,
                 "reshard_after_forward": reshard_after_forward,
             },
@@ -151,6 +165,8 @@ class ModelParallelizer:
             reshard_after_forward=reshard_after_forward,
             frozen_multimodal_sharding=frozen_multimodal_sharding,
         )
+        if enable_compile:
+            compile_blocks(model)
         return model
 
     def _apply_moe(self, model: nn.Module, mesh_context: MeshContext) -> nn.Module:
@@ -201,10 +217,12 @@ class ModelParallelizer:
             mesh: 1-D (sharded) or 2-D (replicated, sharded).
             reshard_after_forward: True or False for every unit; None frees all blocks but the last
                 of a stack.
-            ignored_multimodal_params: parameters that stay whole on every rank and out of every
-                unit.
+            frozen_multimodal_sharding: where frozen vision and audio towers go: "root" into the
+                root unit, "per_layer" into units of their blocks, which every rank must then run or
+                skip alike, "replicate" into none: each rank has all of them.
+            ignored_multimodal_params: frozen parameters that stay whole on every rank and out of
+                every unit, beside those of `frozen_multimodal_sharding`.
         """
-        refuse_apply_options(frozen_multimodal_sharding=frozen_multimodal_sharding)
         options = UnitOptions(
             mesh=mesh,
             mp_policy=mp_policy,
@@ -217,6 +235,7 @@ class ModelParallelizer:
             options,
             door=self._fully_shard_module,
             embedding_pass=self._fully_shard_untied_input_output_embeddings,
+            frozen_sharding=frozen_multimodal_sharding,
             forward_prefetch_depth=fsdp2_forward_prefetch_depth if enable_fsdp2_prefetch else 0,
             backward_prefetch_depth=fsdp2_backward_prefetch_depth if enable_fsdp2_prefetch else 0,
         )
@@ -257,20 +276,36 @@ class ModelParallelizer:
     def _validate_tp_mesh(self, model: nn.Module, tp_mesh: DeviceMesh) -> None:
         """Refuse a tensor-parallel mesh that this model cannot be split over, whatever its plan.
 
-        The base class refuses what no plan makes right: adapters and dropout. Head counts and
-        feature sizes are checked against the plan, wherever it came from.
+        The base class refuses what no plan makes right. Head counts and
+        feature sizes are checked against the plan, wherever it came from, by `_validate_tp_sizes`.
 
         Raises:
             ValueError: names the module and the way out.
         """
         validate_tp_model(model, tp_mesh.size())
 
+    def _validate_tp_sizes(
+        self, model: nn.Module, tp_size: int, plan: Mapping[str, tuple[ParallelStyle, ...]]
+    ) -> None:
+        """Refuse a plan whose cuts do not come out even over `tp_size` ranks.
+
+        The base class checks heads and key-value heads, the components and units of fused layers,
+        inner features, bare parameters, and that every rank holds a row of each vocabulary.
+
+        Args:
+            plan: module path -> styles, wherever it came from.
+
+        Raises:
+            ValueError: names tp_size, the number and what it counts, and the sizes that fit.
+        """
+        validate_tp_sizes(model, tp_size, plan)
+
     def _tp_plan(self, model: nn.Module, sequence_parallel: bool) -> Mapping[str, Any] | None:
         """The tensor-parallel plan of this model, for when none is requested.
 
         Returns:
             Module-path patterns (`layers.*.attention.wq`) -> a ParallelStyle or a tuple of them;
-            None for the structural default.
+            None for the plan that the model declares itself, or the structural default.
         """
         return None
 

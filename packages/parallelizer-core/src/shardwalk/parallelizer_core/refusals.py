@@ -15,38 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwalk.mesh import (
     DDPConfig,
     FSDP2Config,
-    MegatronFSDPConfig,
     MeshContext,
-    MultimodalVisionConfig,
 )
 from shardwalk.parallelizer_core._torch_compat import gradient_hooks_of
-from shardwalk.parallelizer_core.layers import has_forward
+from shardwalk.parallelizer_core.layers import find_block_stacks, has_forward
 
 _LATER = "is not in this version of shardwalk-parallelizer-core"
-
-
-def refuse_apply_options(**options: object) -> None:
-    """Refuse the options of the dense path that are set to what this version does not do.
-
-    Raises:
-        ValueError: names the option, its value and the value to use.
-    """
-    for name, value in options.items():
-        allowed = _ONLY_VALUES[name]
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} {_LATER}; use {name}={allowed[0]!r}")
-
-
-_ONLY_VALUES: dict[str, tuple[object, ...]] = {
-    "enable_async_tensor_parallel": (False,),
-    "enable_compile": (False,),
-    "activation_checkpointing_scope": ("all", None),
-    "frozen_multimodal_sharding": ("root",),
-    "multimodal.frozen_sharding": ("root",),
-    "patch_is_packed_sequence": (False,),
-    "autocast_dtype": (None,),
-    "multimodal.vision": (MultimodalVisionConfig(),),
-}
 
 
 def refuse_context(mesh_context: MeshContext) -> None:
@@ -74,7 +48,61 @@ def refuse_context(mesh_context: MeshContext) -> None:
                 f"{axis}_size={size} {_LATER}; use {axis}_size=1 and give those ranks to dp_size"
             )
     _refuse_strategy(mesh_context)
+    _refuse_compiled_tensor_parallel(mesh_context)
+    _refuse_async_of(mesh_context)
     _refuse_unused_moe_config(mesh_context)
+
+
+def _refuse_compiled_tensor_parallel(mesh_context: MeshContext) -> None:
+    strategy = mesh_context.strategy_config
+    compiles = isinstance(strategy, FSDP2Config) and strategy.enable_compile
+    if compiles and mesh_context.tp_size > 1:
+        raise ValueError(
+            f"enable_compile=True beside tp_size={mesh_context.tp_size} {_LATER}, whose "
+            f"tensor-parallel layers show their shards in a way that torch cannot trace; use "
+            f"enable_compile=False or tp_size=1"
+        )
+
+
+def _refuse_async_of(mesh_context: MeshContext) -> None:
+    strategy, mesh = mesh_context.strategy_config, mesh_context.device_mesh
+    if isinstance(strategy, FSDP2Config) and mesh is not None:
+        refuse_async_tensor_parallel(
+            strategy.enable_async_tensor_parallel,
+            sequence_parallel=strategy.sequence_parallel,
+            tp_size=mesh_context.tp_size,
+            device_type=mesh.device_type,
+        )
+
+
+def refuse_async_tensor_parallel(
+    enabled: bool, *, sequence_parallel: bool, tp_size: int, device_type: str
+) -> None:
+    """Refuse asynchronous tensor parallelism, by the first thing that it lacks.
+
+    Raises:
+        ValueError: says what it needs, and what this version does not do.
+    """
+    if not enabled:
+        return
+    if tp_size == 1:
+        why = f"needs a tensor-parallel mesh, and tp_size={tp_size}; set tp_size"
+    elif not sequence_parallel:
+        why = (
+            "overlaps the gathers and scatters of a split sequence with matrix products, and "
+            "sequence_parallel=False; set sequence_parallel=True"
+        )
+    elif device_type != "cuda":
+        why = (
+            f"exchanges through symmetric memory of CUDA devices, and this mesh is on "
+            f"{device_type}; use enable_async_tensor_parallel=False"
+        )
+    else:
+        why = (
+            f"needs compiled tensor-parallel blocks, and that {_LATER}; use "
+            f"enable_async_tensor_parallel=False"
+        )
+    raise ValueError(f"enable_async_tensor_parallel=True {why}")
 
 
 def _refuse_unused_moe_config(mesh_context: MeshContext) -> None:
@@ -90,15 +118,6 @@ def _refuse_unused_moe_config(mesh_context: MeshContext) -> None:
 
 def _refuse_strategy(mesh_context: MeshContext) -> None:
     strategy = mesh_context.strategy_config
-    if isinstance(strategy, MegatronFSDPConfig):
-        raise ValueError(f"strategy='megatron_fsdp' {_LATER}; use 'fsdp2' or 'ddp'")
-    if isinstance(strategy, DDPConfig):
-        refuse_apply_options(
-            autocast_dtype=strategy.autocast_dtype,
-            activation_checkpointing_scope=strategy.activation_checkpointing_scope,
-        )
-    if isinstance(strategy, FSDP2Config):
-        _refuse_fsdp2_options(strategy)
     if strategy is not None and mesh_context.device_mesh is None:
         raise ValueError(
             f"strategy_config={type(strategy).__name__} needs a mesh, on one process too; make the "
@@ -106,16 +125,18 @@ def _refuse_strategy(mesh_context: MeshContext) -> None:
         )
 
 
-def _refuse_fsdp2_options(strategy: FSDP2Config) -> None:
-    refuse_apply_options(
-        patch_is_packed_sequence=strategy.patch_is_packed_sequence,
-        autocast_dtype=strategy.autocast_dtype,
-        activation_checkpointing_scope=strategy.activation_checkpointing_scope,
-        enable_async_tensor_parallel=strategy.enable_async_tensor_parallel,
-        enable_compile=strategy.enable_compile,
-    )
-    refuse_apply_options(**{"multimodal.frozen_sharding": strategy.multimodal.frozen_sharding})
-    refuse_apply_options(**{"multimodal.vision": strategy.multimodal.vision})
+def refuse_without_blocks(model: nn.Module, strategy: FSDP2Config) -> None:
+    """Refuse options that work on blocks where a model has none.
+
+    Raises:
+        ValueError: names the option.
+    """
+    for name in ("enable_compile", "patch_is_packed_sequence"):
+        if getattr(strategy, name) and not find_block_stacks(model):
+            raise ValueError(
+                f"{name}=True changes blocks, and {type(model).__name__} has no list of them; use "
+                f"{name}=False"
+            )
 
 
 def refuse_offload(policy: object, device_type: str) -> None:
@@ -195,5 +216,5 @@ def refuse_model(model: nn.Module) -> None:
             axes = ", ".join(parameter.device_mesh.mesh_dim_names or ("an unnamed axis",))
             raise ValueError(
                 f"{name} is a DTensor over {axes} already; pass the model with plain parameters, "
-                f"and leave every split to parallelize_model"
+                f"and leave every split to parallelize_model (tp_size, dp_size of its mesh)"
             )

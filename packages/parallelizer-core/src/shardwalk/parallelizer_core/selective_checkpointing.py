@@ -99,6 +99,12 @@ def selective_contexts(extra_rules: Iterable[Mapping[Any, SaveRule]] = ()) -> Co
     )
 
 
+def graph_contexts(extra_rules: Iterable[Mapping[Any, SaveRule]] = ()) -> ContextPair:
+    """The same for a call that is traced into a graph, which marks what to keep."""
+    forward, recompute = create_selective_checkpoint_contexts(_Decisions(tuple(extra_rules)).policy)
+    return forward, recompute
+
+
 @dataclass(frozen=True)
 class _Decision:
     op: Any

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardwalk.parallelizer_core._torch_compat import own_linear_outputs
+from shardwalk.parallelizer_core._torch_compat import is_view, own_linear_outputs
 from shardwalk.parallelizer_core.fp32_pins import is_pinned
-from shardwalk.parallelizer_core.fsdp2.policies import pinned_policy
+from shardwalk.parallelizer_core.fsdp2.nested import map_tensors
+from shardwalk.parallelizer_core.fsdp2.policies import pinned_policy, stream_cast, torch_policy
 from shardwalk.parallelizer_core.fsdp2.replicated_parameters import replicate_parameters
 from shardwalk.parallelizer_core.layers import has_forward
 
@@ -63,14 +64,19 @@ def shard_unit(module: nn.Module, door: Door, **kwargs: Any) -> nn.Module:
         or (unit.pinned and _holds_unit(module))
     ):
         return fully_shard_by_dtype(module, door, **kwargs)
+    cast = stream_cast(policy)
+    kwargs["mp_policy"] = torch_policy(policy)
     if unit is not None and unit.pinned:
         assert unit.compute is not None
-        kwargs["mp_policy"] = pinned_policy(policy, unit.compute)
+        cast, kwargs["mp_policy"] = None, pinned_policy(unit.compute)
     own_linear_outputs(module)
+    module.register_forward_hook(_own_outputs)
     attributes = {place: vars(p) for place, p in _places(module) if p not in ignored}
     fully_shard(module, **kwargs)
     for place, parameter in _places(module):
         vars(parameter).update(attributes.get(place, {}))  # such as a mark for the optimizer
+    if cast is not None:
+        module.register_forward_pre_hook(cast, with_kwargs=True)
     return module
 
 
@@ -105,6 +111,13 @@ def fully_shard_by_dtype(module: nn.Module, door: Door, **kwargs: Any) -> nn.Mod
     door(module, **kwargs)
     replicate_parameters(bare, unit=module, mesh=kwargs["mesh"])
     return module
+
+
+def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Copies of outputs that are views: an in-place op on one would drop FSDP2's backward hook."""
+    if not torch.is_grad_enabled():
+        return None
+    return map_tensors(lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
 
 
 def unheld_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from shardwalk.parallelizer_core._torch_compat import (
     forget_interrupted_forward,
     forward_was_interrupted,
 )
+from shardwalk.parallelizer_core.fsdp2.nested import tensors_in
 from shardwalk.parallelizer_core.late_parameters import late_parameters_note
 from shardwalk.parallelizer_core.parallel_state import fsdp_units
 
@@ -96,16 +96,3 @@ def _explain_dtype_error(
             f"mp_policy.cast_forward_inputs is False: cast the inputs, or set "
             f"cast_forward_inputs=True"
         )
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Every tensor in `values`, through dicts, lists, tuples and dataclasses."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from tensors_in(value.values())
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-        elif is_dataclass(value) and not isinstance(value, type):
-            yield from tensors_in(getattr(value, field.name) for field in fields(value))

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
+from shardwalk.mesh import FrozenMultimodalSharding
 from shardwalk.mesh.policies import default_mp_policy
 from shardwalk.parallelizer_core._torch_compat import guard_fsdp_units
 from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
-from shardwalk.parallelizer_core.fsdp2.policies import inner_policy
+from shardwalk.parallelizer_core.fsdp2.multimodal import (
+    keep_whole,
+    parameters_kept_whole,
+    pass_gradients_through,
+)
+from shardwalk.parallelizer_core.fsdp2.policies import block_policy, inner_policy
 from shardwalk.parallelizer_core.fsdp2.prefetch import chain_prefetch
 from shardwalk.parallelizer_core.fsdp2.replicated_parameters import average_replicated_gradients
 from shardwalk.parallelizer_core.fsdp2.root import watch_root
@@ -48,13 +54,19 @@ class UnitOptions:
     ignored_params: set[nn.Parameter] = field(default_factory=set)
 
     def for_unit(
-        self, *, reshard_after_forward: bool | None, is_root: bool = False
+        self,
+        *,
+        reshard_after_forward: bool | None,
+        is_root: bool = False,
+        is_block: bool = False,
     ) -> dict[str, object]:
         """The keyword arguments of `fully_shard` for one unit."""
         policy = self.mp_policy or default_mp_policy()
+        if not is_root:
+            policy = block_policy(policy) if is_block else inner_policy(policy)
         return {
             "mesh": self.mesh,
-            "mp_policy": policy if is_root else inner_policy(policy),
+            "mp_policy": policy,
             "offload_policy": self.offload_policy or OffloadPolicy(),
             "reshard_after_forward": reshard_after_forward,
             "ignored_params": set(self.ignored_params),
@@ -67,6 +79,7 @@ def walk_dense(
     *,
     door: Door,
     embedding_pass: EmbeddingPass,
+    frozen_sharding: FrozenMultimodalSharding = "root",
     forward_prefetch_depth: int = 0,
     backward_prefetch_depth: int = 0,
 ) -> None:
@@ -77,17 +90,21 @@ def walk_dense(
         options: what the units share.
         door: makes one unit of one module (a sidecar's `_fully_shard_module`).
         embedding_pass: makes the units of untied tables.
+        frozen_sharding: where frozen vision and audio towers go: to the root unit, into units of
+            their blocks, or into none ("replicate").
         forward_prefetch_depth, backward_prefetch_depth: blocks gathered ahead; 0 leaves it to
             torch.
     """
     pin_fp32_parameters(model)
-    stacks = blocks_to_shard(model)
+    whole = parameters_kept_whole(model, frozen_sharding, options.ignored_params)
+    options = replace(options, ignored_params=whole)
+    stacks = blocks_to_shard(model, frozen_sharding)
+    frozen = _modules_of_frozen_towers(model)
     for stack in stacks:
         for index, (_, block) in enumerate(stack.blocks):
-            reshard = reshards_after_forward(
-                index, len(stack.blocks), options.reshard_after_forward
-            )
-            door(block, **options.for_unit(reshard_after_forward=reshard))
+            count = len(stack.blocks) + (block in frozen)  # no backward starts with its last one
+            reshard = reshards_after_forward(index, count, options.reshard_after_forward)
+            door(block, **options.for_unit(reshard_after_forward=reshard, is_block=True))
     embedding_pass(
         model,
         options.mesh,
@@ -98,6 +115,8 @@ def walk_dense(
     door(
         model, **options.for_unit(reshard_after_forward=options.reshard_after_forward, is_root=True)
     )
+    pass_gradients_through(model, (named for stack in stacks for named in stack.blocks))
+    keep_whole(model, whole, options.mesh, options.mp_policy or default_mp_policy())
     for stack in stacks:
         chain_prefetch(
             [block for _, block in stack.blocks], forward_prefetch_depth, backward_prefetch_depth
@@ -112,16 +131,21 @@ def finish_units(model: nn.Module, mp_policy: MixedPrecisionPolicy | None) -> No
         watch_root(model, mp_policy or default_mp_policy())
 
 
-def blocks_to_shard(model: nn.Module) -> list[BlockStack]:
-    """The stacks whose blocks become units: frozen towers and tied blocks stay in the root."""
-    in_towers = {module for _, tower in frozen_towers(model) for module in tower.modules()}
+def blocks_to_shard(
+    model: nn.Module, frozen_sharding: FrozenMultimodalSharding = "root"
+) -> list[BlockStack]:
+    """The stacks whose blocks become units, which those of frozen towers do with "per_layer" only.
+
+    Tied blocks stay in the root.
+    """
+    in_root = set() if frozen_sharding == "per_layer" else _modules_of_frozen_towers(model)
     shared = SharedParameters(model)
     stacks = []
     for stack in find_block_stacks(model):
         own = tuple(
             (name, block)
             for name, block in stack.blocks
-            if block not in in_towers and not isinstance(block, FSDPModule)
+            if block not in in_root and not isinstance(block, FSDPModule)
         )
         free = tuple((name, block) for name, block in own if not shared.leave(block))
         if len(free) < len(own):
@@ -130,6 +154,10 @@ def blocks_to_shard(model: nn.Module) -> list[BlockStack]:
             )
         stacks.append(BlockStack(stack.name, free))
     return stacks
+
+
+def _modules_of_frozen_towers(model: nn.Module) -> set[nn.Module]:
+    return {module for _, tower in frozen_towers(model) for module in tower.modules()}
 
 
 def reshards_after_forward(index: int, count: int, override: bool | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,6 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardwalk.parallelizer_core._torch_compat import own_output
+from shardwalk.parallelizer_core.tensor_parallel.adapters import (
+    Wrapped,
+    without_wrappers,
+    wrapped_at,
+)
+from shardwalk.parallelizer_core.tensor_parallel.lora import parallelize_adapted
 
 Place = tuple[str, nn.Module, str]
 
@@ -29,15 +35,36 @@ def apply_plan(
         ValueError: a weight that stands in two modules is cut in two ways.
     """
     ties = _shared_places(model)
-    for path, styles in plan.items():
-        for style in styles:
-            module = parallelize_module(model.get_submodule(path), mesh, style, src_data_rank=None)
-            forward = vars(module).get("forward")
-            if forward is not None and hasattr(forward, "place"):
-                forward.place = path  # for errors to name
-            own_output(module)
+    with without_wrappers(model) as wrapped:
+        for path, styles in plan.items():
+            for module in _styled(model, mesh, path, styles, wrapped):
+                forward = vars(module).get("forward")
+                if forward is not None and hasattr(forward, "place"):
+                    forward.place = path  # for errors to name
+                own_output(module)
     for places in ties:
         _tie_again(places)
+
+
+def _styled(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    path: str,
+    styles: tuple[ParallelStyle, ...],
+    wrapped: dict[str, Wrapped],
+) -> Iterator[nn.Module]:
+    """Apply the styles of one path; gives the modules that have them, one after each style."""
+    around = wrapped_at(path, wrapped)
+    if around is not None and around.is_adapter and path == around.path:
+        yield parallelize_adapted(around, mesh, styles)
+        return
+    modules = [model.get_submodule(path)]
+    if around is not None and around.copies:
+        inner = path.removeprefix(around.path).removeprefix(".")
+        modules += [copy.get_submodule(inner) for copy in around.copies]
+    for module in modules:
+        for style in styles:
+            yield parallelize_module(module, mesh, style, src_data_rank=None)
 
 
 def _shared_places(model: nn.Module) -> list[list[Place]]:

@@ -9,20 +9,25 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core.layers import has_forward
+from shardwalk.parallelizer_core.tensor_parallel.head_counts import (
+    HeadCounts,
+    count_attributes,
+    head_counts,
+)
 from shardwalk.parallelizer_core.tensor_parallel.mixing import (
     mixing_in_attention,
     mixing_in_feed_forward,
 )
+from shardwalk.parallelizer_core.tensor_parallel.replica_requests import requested_style
 from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput, WholeInput
-from shardwalk.parallelizer_core.tensor_parallel.roles import (
+from shardwalk.parallelizer_core.tensor_parallel.role_names import (
     HEAD_NORM_NAMES,
+)
+from shardwalk.parallelizer_core.tensor_parallel.roles import (
     Attention,
     FeedForward,
-    HeadCounts,
     MisfitError,
     check_feed_forward,
-    count_attributes,
-    head_counts,
     match_attention,
     match_feed_forward,
     named_children_with_parameters,
@@ -41,7 +46,8 @@ Styles = Iterator[tuple[str, ParallelStyle]]
 _MIXERS = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 _NOTHING_FOUND = (
     "no attention with linear layers for query, key, value and output is found in it, and no "
-    "feed-forward layer (fused layers need a plan of their own)"
+    "feed-forward layer (fused layers need a plan of their own, unless their source shows how they "
+    "hold their components)"
 )
 
 
@@ -74,6 +80,7 @@ class _Part:
     def split_widths(self) -> set[int]:
         """The global widths of what lies between its column- and row-cut layers."""
         widths = {self.attention.width(0), self.attention.width(1)} if self.attention else set()
+        widths |= {sum(self.attention.fused_widths)} if self.attention else set()
         return widths | ({self.feed_forward.inner_size} if self.feed_forward else set())
 
 
@@ -85,6 +92,18 @@ def block_styles(path: str, block: nn.Module, sequence_parallel: bool) -> Styles
     """
     hidden = _hidden_size(path, block)
     return _styles_in(path, block, hidden, sequence_parallel, is_block=True)
+
+
+def layer_styles(path: str, layer: nn.Module) -> dict[str, tuple[ParallelStyle, ...]]:
+    """The styles of one attention or feed-forward layer and of what stands in it.
+
+    Raises:
+        MisfitError: as `block_styles`.
+    """
+    styles: dict[str, list[ParallelStyle]] = {}
+    for place, style in _styles_in(path, layer, _hidden_size(path, layer), False):
+        styles.setdefault(place, []).append(style)
+    return {place: tuple(found) for place, found in styles.items()}
 
 
 def _hidden_size(path: str, block: nn.Module) -> int:
@@ -125,7 +144,8 @@ def _attention_styles(part: _Part, attention: Attention, counts: HeadCounts) -> 
     *columns, row = attention.names
     _refuse_buffers(part, {counts.heads, counts.key_value_heads}, "heads")
     _refuse_mixing(part, mixing_in_attention(part.module), "heads")
-    yield from _linear_styles(part, tuple(columns), row)
+    sizes = attention.fused.components if attention.fused else ()
+    yield from _linear_styles(part, tuple(dict.fromkeys(columns)), row, sizes)
     names = count_attributes(attention, counts)
     if names:
         yield part.path, LocalCounts(names=names)
@@ -144,7 +164,8 @@ def _feed_forward_styles(part: _Part, found: FeedForward) -> Styles:
             )
     if not part.attention:
         _refuse_mixing(part, mixing_in_feed_forward(part.module), "features")
-    yield from _linear_styles(part, found.columns, found.row)
+    sizes = found.fused.components if found.fused else ()
+    yield from _linear_styles(part, found.columns, found.row, sizes)
 
 
 def _refuse_mixing(part: _Part, found: tuple[str, str] | None, parts: str) -> None:
@@ -166,12 +187,14 @@ def _refuse_buffers(part: _Part, sizes: set[int], parts: str) -> None:
             )
 
 
-def _linear_styles(part: _Part, columns: tuple[str, ...], row: str) -> Styles:
+def _linear_styles(
+    part: _Part, columns: tuple[str, ...], row: str, components: tuple[int, ...] = ()
+) -> Styles:
     shared = part.is_closed and len(columns) > 1 and hands_input_to_all(part.module, columns)
     if shared:
         yield part.path, SharedInput()
     for name in columns:
-        yield _join(part.path, name), ColumnParallel(shared_input=shared)
+        yield _join(part.path, name), ColumnParallel(shared_input=shared, components=components)
     yield _join(part.path, row), RowParallel(sequence_parallel=part.sequence_parallel)
 
 
@@ -181,8 +204,10 @@ def _rest_styles(part: _Part, path: str, module: nn.Module) -> Styles:
         child_path = _join(path, name)
         if module is part.module and name in part.claimed:
             continue
-        size = vector_size(child)
-        if not has_forward(child):
+        size, asked = vector_size(child), requested_style(child_path, child)
+        if asked is not None:
+            yield child_path, asked
+        elif not has_forward(child):
             _refuse_bare(child_path, child)
             yield from _rest_styles(part, child_path, child)
         elif size is not None:
@@ -219,7 +244,8 @@ def _no_roles(module: nn.Module) -> str:
     names = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
     return (
         f"the names of its linear layers ({', '.join(names)}) are not those of query, key, value "
-        f"and output, nor of a feed-forward layer alone (fused layers need a plan of their own)"
+        f"and output, nor of a feed-forward layer alone (fused layers need a plan of their own, "
+        f"unless their source shows how they hold their components)"
     )
 
 

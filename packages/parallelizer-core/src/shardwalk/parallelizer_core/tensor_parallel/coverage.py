@@ -16,6 +16,7 @@ from shardwalk.parallelizer_core.layers import find_block_stacks
 from shardwalk.parallelizer_core.tensor_parallel.cuts import (
     covers,
     leaves_split_features,
+    named_parameters_of,
     predicted_cuts,
     splits_sequence,
     splits_sequence_like_torch,
@@ -150,7 +151,8 @@ class _Planned:
         """The modules in `place` with parameters of their own of which the plan says nothing."""
         for path in self._in(place, list(self.modules)):
             module = self.modules[path]
-            has_own = any(True for _ in module.parameters(recurse=False))
+            said = named_parameters_of(self.plan.get(path, ()))
+            has_own = any(name not in said for name, _ in module.named_parameters(recurse=False))
             if has_own and not any(self._in(cover, [path]) for cover in self.covering):
                 yield path, module
 

@@ -16,29 +16,43 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput, WholeInput
+from shardwalk.parallelizer_core.tensor_parallel.embedding_styles import (
+    FeatureParallel,
+    VocabularyParallel,
+)
+from shardwalk.parallelizer_core.tensor_parallel.partial_styles import (
+    LocalParameters,
+    SharedTail,
+    SumOutput,
+)
+from shardwalk.parallelizer_core.tensor_parallel.replicas import (
+    SplitInput,
+    TokenParallel,
+    WholeInput,
+)
 from shardwalk.parallelizer_core.tensor_parallel.styles import (
     ColumnParallel,
     LocalCounts,
     RowParallel,
     SequenceBoundary,
     SharedInput,
-    VocabularyParallel,
 )
 
 COLUMN_STYLES = (ColumnParallel, ColwiseParallel)
 ROW_STYLES = (RowParallel, RowwiseParallel)
-CUTTING_STYLES = (*COLUMN_STYLES, *ROW_STYLES, VocabularyParallel)
+CUTTING_STYLES = (*COLUMN_STYLES, *ROW_STYLES, VocabularyParallel, FeatureParallel)
 # These leave every parameter of their module whole, and say nothing about what it sees.
 PARAMETERLESS_STYLES = (
     SharedInput,
     LocalCounts,
     SequenceBoundary,
+    SumOutput,
     PrepareModuleInput,
     PrepareModuleOutput,
     PrepareModuleInputOutput,
 )
-_KEEPING_STYLES = (*PARAMETERLESS_STYLES, SplitInput, WholeInput, SequenceParallel)
+_KEEPING_STYLES = (*PARAMETERLESS_STYLES, SplitInput, WholeInput, TokenParallel, SharedTail,
+                   SequenceParallel)  # fmt: skip
 
 
 def predicted_cut(style: ParallelStyle, module: nn.Module) -> dict[str, int | None] | None:
@@ -52,6 +66,10 @@ def predicted_cut(style: ParallelStyle, module: nn.Module) -> dict[str, int | No
         return dict.fromkeys(names)
     if isinstance(style, VocabularyParallel):
         return dict.fromkeys(names, 0)
+    if isinstance(style, FeatureParallel):
+        return dict.fromkeys(names, 1)
+    if isinstance(style, LocalParameters):
+        return {name: style.cuts.get(name) for name in names}
     is_table = isinstance(module, nn.Embedding)
     if isinstance(style, COLUMN_STYLES):
         return dict.fromkeys(names, 1 if is_table else 0)
@@ -76,8 +94,13 @@ def predicted_cuts(
 
 
 def covers(styles: Iterable[ParallelStyle]) -> bool:
-    """Whether these styles say what becomes of the parameters in their module."""
-    return any(not isinstance(style, PARAMETERLESS_STYLES) for style in styles)
+    """Whether these styles say what becomes of all parameters in their module."""
+    return any(not isinstance(s, (*PARAMETERLESS_STYLES, LocalParameters)) for s in styles)
+
+
+def named_parameters_of(styles: Iterable[ParallelStyle]) -> set[str]:
+    """The module's own parameters of which these styles say what becomes by their name."""
+    return {n for style in styles if isinstance(style, LocalParameters) for n in style.cuts}
 
 
 def leaves_split_features(style: ParallelStyle, module: nn.Module) -> bool:
@@ -94,7 +117,7 @@ def takes_split_features(style: ParallelStyle, module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear):
         return False
     if isinstance(style, RowParallel):
-        return True
+        return not style.split_input
     return isinstance(style, RowwiseParallel) and _is_last(style.input_layouts[0], 3)
 
 

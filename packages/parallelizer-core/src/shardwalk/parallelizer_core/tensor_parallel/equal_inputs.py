@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwalk.parallelizer_core.fsdp2.root import tensors_in
+from shardwalk.parallelizer_core.fsdp2.nested import tensors_in
 from shardwalk.parallelizer_core.start_values import fingerprint
 
 

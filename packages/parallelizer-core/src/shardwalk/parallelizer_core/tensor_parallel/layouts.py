@@ -73,7 +73,17 @@ def gather_sequence_to_parts(x: DTensor) -> Tensor:
 
 def gather_features(x: Tensor, mesh: DeviceMesh, features: int) -> Tensor:
     """The whole tensor of one that is split along its last dimension, `features` in all."""
-    return _whole(_of_shape(x, mesh, Shard(x.ndim - 1), (*x.shape[:-1], features)))
+    return _whole(mark_features(x, mesh, features))
+
+
+def mark_features(x: Tensor, mesh: DeviceMesh, features: int) -> DTensor:
+    """A tensor that is split along its last dimension, `features` in all, as what it is."""
+    return _of_shape(x, mesh, Shard(x.ndim - 1), (*x.shape[:-1], features))
+
+
+def split_features(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of the last dimension of a whole tensor; every rank gets the gradient."""
+    return _from_local(x, mesh, Replicate()).redistribute(placements=[Shard(x.ndim - 1)]).to_local()
 
 
 def on_local(function: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:

@@ -17,10 +17,12 @@ from typing import Any
 from torch import nn
 
 from shardwalk.parallelizer_core.layers import has_forward
-from shardwalk.parallelizer_core.tensor_parallel.roles import (
+from shardwalk.parallelizer_core.tensor_parallel.role_names import (
     HEAD_WIDTH_ATTRIBUTES,
     KEY_VALUE_COUNTS,
     QUERY_COUNTS,
+)
+from shardwalk.parallelizer_core.tensor_parallel.roles import (
     has_parameters,
 )
 from shardwalk.parallelizer_core.tensor_parallel.shared_inputs import parsed_source

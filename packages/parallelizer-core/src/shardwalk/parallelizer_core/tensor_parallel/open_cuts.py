@@ -84,7 +84,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], str]]:
     for path, module in model.named_modules():
         attention, feed_forward = match_attention(path, module), match_feed_forward(path, module)
         if attention:
-            yield path, attention.names[:3], attention.names[3]
+            yield path, tuple(dict.fromkeys(attention.names[:3])), attention.names[3]
         if feed_forward:
             yield path, feed_forward.columns, feed_forward.row
 

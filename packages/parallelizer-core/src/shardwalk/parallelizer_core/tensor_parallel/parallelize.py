@@ -9,9 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardwalk.parallelizer_core.tensor_parallel.adapters import without_wrappers
 from shardwalk.parallelizer_core.tensor_parallel.apply import apply_plan
 from shardwalk.parallelizer_core.tensor_parallel.coverage import check_uncovered
 from shardwalk.parallelizer_core.tensor_parallel.equal_inputs import check_first_inputs
+from shardwalk.parallelizer_core.tensor_parallel.lora import refuse_unsplittable_adapters
 from shardwalk.parallelizer_core.tensor_parallel.open_cuts import refuse_open_cuts
 from shardwalk.parallelizer_core.tensor_parallel.plans import (
     SidecarPlan,
@@ -21,6 +23,7 @@ from shardwalk.parallelizer_core.tensor_parallel.plans import (
 from shardwalk.parallelizer_core.tensor_parallel.repeated_blocks import (
     refuse_unpaired_boundaries,
 )
+from shardwalk.parallelizer_core.tensor_parallel.replica_requests import with_requests
 from shardwalk.parallelizer_core.tensor_parallel.sequence_lengths import refuse_uneven_sequences
 from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_sizes
 
@@ -42,7 +45,8 @@ def plan_tensors(
 
     Args:
         requested: what `tp_plan` says.
-        sidecar: may have a `validate_tp_plan(model, plan)` that refuses a plan.
+        sidecar: may have a `validate_tp_plan(model, plan)` that refuses a plan, and a
+            `_validate_tp_sizes(model, tp_size, plan)` instead of `validate_tp_sizes`.
         sidecar_plan: the plan of the model itself, for when none is requested.
 
     Raises:
@@ -50,11 +54,26 @@ def plan_tensors(
     """
     if tp_size == 1 and requested is None:
         return {}
+    with without_wrappers(model) as wrapped:
+        plan = _plan(model, tp_size, requested, sequence_parallel, sidecar, sidecar_plan)
+    refuse_unsplittable_adapters(wrapped, plan)
+    return plan
+
+
+def _plan(
+    model: nn.Module,
+    tp_size: int,
+    requested: Mapping[str, Any] | str | None,
+    sequence_parallel: bool,
+    sidecar: object,
+    sidecar_plan: SidecarPlan | None,
+) -> Plan:
     plan = resolve_plan(model, tp_size, requested, sequence_parallel, sidecar_plan)
+    plan = with_requests(model, plan)
     check_plan_with_sidecar(sidecar, model, plan)
     if tp_size == 1:
         return {}
-    validate_tp_sizes(model, tp_size, plan)
+    getattr(sidecar, "_validate_tp_sizes", validate_tp_sizes)(model, tp_size, plan)
     refuse_open_cuts(model, plan)
     refuse_unpaired_boundaries(model, plan)
     return plan | check_uncovered(model, plan)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core.tensor_parallel.cuts import splits_sequence
+from shardwalk.parallelizer_core.tensor_parallel.default_plans import default_plan
 from shardwalk.parallelizer_core.tensor_parallel.patterns import expand_patterns, plan_styles
-from shardwalk.parallelizer_core.tensor_parallel.structure import structural_plan
 
 PlanFunction = Callable[[nn.Module, bool], Mapping[str, Any]]
 """A plan that depends on the model: called with it and with `sequence_parallel`."""
@@ -49,6 +49,9 @@ def resolve_plan(
 ) -> dict[str, tuple[ParallelStyle, ...]]:
     """The styles of every planned module by its path, in the order of the model's modules.
 
+    What is asked for goes before the sidecar's plan, that before the one which the model declares,
+    and that before the structural default.
+
     Args:
         tp_mesh_size: the number of tensor-parallel ranks, named in errors.
         requested: a dict of module-path patterns, a registered name, an import path
@@ -73,7 +76,7 @@ def resolve_plan(
         source = "the sidecar's tensor-parallel plan"
         given = _called(sidecar_plan, source, model, sequence_parallel) if sidecar_plan else None
         if given is None:
-            return structural_plan(model, tp_mesh_size, sequence_parallel)
+            return default_plan(model, tp_mesh_size, sequence_parallel)
         patterns = given
     plan = expand_patterns(model, patterns, source)
     if not plan:

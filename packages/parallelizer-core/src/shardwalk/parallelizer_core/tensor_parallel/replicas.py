@@ -11,12 +11,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardwalk.parallelizer_core.tensor_parallel.layouts import check_split_sequence, on_local
+from shardwalk.parallelizer_core.tensor_parallel.layouts import (
+    check_split_sequence,
+    check_whole_sequence,
+    gather_sequence,
+    on_local,
+    split_sequence,
+)
 from shardwalk.parallelizer_core.tensor_parallel.local_parameters import (
     Forward,
     distribute_parameter,
@@ -63,7 +70,82 @@ class _SplitInputForward:
 
 @dataclass(kw_only=True)
 class WholeInput(ParallelStyle):
-    """A module that sees its whole input on every rank: nothing in it changes."""
+    """A module that sees its whole input on every rank.
+
+    Its gradients are whole on every rank, and equal. By default nothing is exchanged.
+
+    Attributes:
+        average_gradients: whether they are averaged over the ranks, for operators whose gradients
+            differ in the last bits from run to run, so that the copies cannot drift apart.
+    """
+
+    average_gradients: bool = False
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.average_gradients:
+            for owner in module.modules():
+                for name, _ in list(owner.named_parameters(recurse=False)):
+                    distribute_parameter(owner, name, device_mesh, Replicate())
+            module.forward = _AveragedForward(module, module.forward)
         return module
+
+
+@dataclass
+class _AveragedForward:
+    module: nn.Module
+    inner: Forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for owner in self.module.modules():
+                names = [name for name, _ in owner.named_parameters(recurse=False)]
+                values = local_values(owner, dict.fromkeys(names, Partial()))
+                ranks = {name: getattr(owner, name).device_mesh.size() for name in values}
+                shares = {name: _share_gradient(v, ranks[name]) for name, v in values.items()}
+                stack.enter_context(shown(owner, **shares))
+            return self.inner(*args, **kwargs)
+
+
+class _Share(torch.autograd.Function):
+    """The same values, whose gradient is divided by a number of ranks."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, ranks: int) -> Tensor:
+        context.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / context.ranks, None
+
+
+def _share_gradient(x: Tensor, ranks: int) -> Tensor:
+    shared: Tensor = _Share.apply(x, ranks)  # type: ignore[no-untyped-call]
+    return shared
+
+
+@dataclass(kw_only=True)
+class TokenParallel(ParallelStyle):
+    """A module with whole parameters that works token by token: each rank runs its tokens.
+
+    Its input, the first argument of its forward, is [rows, length, width] and whole on every rank,
+    or split over the length already; the output is as the input.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        SplitInput()._apply(module, device_mesh)
+        module.forward = _TokenForward(module.forward, device_mesh)
+        return module
+
+
+@dataclass
+class _TokenForward:
+    inner: Forward
+    mesh: DeviceMesh
+    place: str = ""
+
+    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(input, DTensor):
+            return self.inner(input, *args, **kwargs)
+        check_whole_sequence(input, self.place)
+        return gather_sequence(self.inner(split_sequence(input, self.mesh), *args, **kwargs))

@@ -1,30 +1,28 @@
 """Attention and feed-forward layers, recognized by the roles of the linear layers in them.
 
-One table of names per role; nothing here knows a model. Heads are taken to lie one after the other
+Nothing here knows a model. Heads are taken to lie one after the other
 in the rows of a projection, and query head i to read key-value head i // (heads / kv heads).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
-QUERY_NAMES = ("q_proj", "wq", "query", "q", "to_q", "query_proj", "q_linear")
-KEY_NAMES = ("k_proj", "wk", "key", "k", "to_k", "key_proj", "k_linear")
-VALUE_NAMES = ("v_proj", "wv", "value", "v", "to_v", "value_proj", "v_linear")
-OUTPUT_NAMES = ("o_proj", "wo", "out_proj", "o", "to_out", "output_proj", "out", "proj", "dense")
-HEAD_NORM_NAMES = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm",
-                   "norm_q", "norm_k", "q_ln", "k_ln", "v_norm")  # fmt: skip
-COLUMN_NAMES = ("gate_proj", "up_proj", "w1", "w3", "gate", "up", "fc1", "fc_in", "lin1", "linear1")
-ROW_NAMES = ("down_proj", "w2", "down", "fc2", "fc_out", "lin2", "linear2")
-HEAD_WIDTH_ATTRIBUTES = ("head_dim", "head_size", "dim_head", "d_head", "attention_head_size")
-QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_q_heads",
-                "n_q_heads", "num_query_heads", "n_local_heads", "nhead", "nheads")  # fmt: skip
-KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads",
-                    "n_local_kv_heads", "num_k_heads", "num_v_heads")  # fmt: skip
+from shardwalk.parallelizer_core.tensor_parallel.fused_layouts import FusedLayout, fused_layout
+from shardwalk.parallelizer_core.tensor_parallel.role_names import (
+    COLUMN_NAMES,
+    FUSED_GATED_NAMES,
+    FUSED_QUERY_KEY_VALUE_NAMES,
+    FUSED_ROW_NAMES,
+    KEY_NAMES,
+    OUTPUT_NAMES,
+    QUERY_NAMES,
+    ROW_NAMES,
+    VALUE_NAMES,
+)
 
 
 class MisfitError(Exception):
@@ -46,15 +44,22 @@ class Attention:
 
     Attributes:
         path: the module's path in the model.
-        names: the children for query, key, value and output, in that order.
+        names: the children for query, key, value and output, in that order; where one child makes
+            the first three, it stands three times.
+        fused: how that child's features hold them, else None.
+        fused_widths: the features of query, key and value in it.
     """
 
     path: str
     module: nn.Module
     names: tuple[str, str, str, str]
+    fused: FusedLayout | None = None
+    fused_widths: tuple[int, int, int] = (0, 0, 0)
 
     def width(self, role: int) -> int:
         """The features of query, key or value (0, 1, 2), or those that the output (3) takes."""
+        if self.fused and role < 3:
+            return self.fused_widths[role]
         linear = getattr(self.module, self.names[role])
         return int(linear.in_features if role == 3 else linear.out_features)
 
@@ -72,12 +77,14 @@ class FeedForward:
         path: the module's path in the model.
         columns: the one or two children that widen the hidden states.
         row: the child that narrows them again.
+        fused: how the features of the one child hold gate and up, else None.
     """
 
     path: str
     module: nn.Module
     columns: tuple[str, ...]
     row: str
+    fused: FusedLayout | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -90,27 +97,21 @@ class FeedForward:
         return int(getattr(self.module, self.row).in_features)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadCounts:
-    """How many heads of which width the projections of an attention hold."""
-
-    heads: int
-    key_value_heads: int
-    head_dim: int
-
-
 def match_attention(path: str, module: nn.Module) -> Attention | None:
     """The attention whose projections are direct children of `module`, else None."""
     roles = (QUERY_NAMES, KEY_NAMES, VALUE_NAMES, OUTPUT_NAMES)
     found = [_linear_child(module, names) for names in roles]
     if any(name is None for name in found):
-        return None
+        return _match_fused_attention(path, module)
     query, key, value, output = (name for name in found if name is not None)
     return Attention(path=path, module=module, names=(query, key, value, output))
 
 
 def match_feed_forward(path: str, module: nn.Module) -> FeedForward | None:
     """The feed-forward layer whose linear layers are direct children of `module`, else None."""
+    fused = _match_fused_feed_forward(path, module)
+    if fused is not None:
+        return fused
     columns = tuple(name for name in COLUMN_NAMES if _is_plain_linear(module, name))
     row = _linear_child(module, ROW_NAMES)
     if not columns or row is None:
@@ -118,9 +119,53 @@ def match_feed_forward(path: str, module: nn.Module) -> FeedForward | None:
     return FeedForward(path=path, module=module, columns=columns, row=row)
 
 
+def _match_fused_attention(path: str, module: nn.Module) -> Attention | None:
+    """An attention in which one child makes query, key and value, as its source proves."""
+    child = _linear_child(module, FUSED_QUERY_KEY_VALUE_NAMES)
+    output = _linear_child(module, (*OUTPUT_NAMES, "c_proj"))
+    layout = fused_layout(module, child) if child and output else None
+    if child is None or output is None or layout is None:
+        return None
+    if layout.components:
+        widths = layout.components
+    else:
+        whole, query = getattr(module, child).out_features, getattr(module, output).in_features
+        widths = (query, (whole - query) // 2, (whole - query) // 2)
+    if len(widths) != 3 or sum(widths) != getattr(module, child).out_features or min(widths) < 1:
+        return None
+    query, key, value = widths
+    return Attention(
+        path=path,
+        module=module,
+        names=(child, child, child, output),
+        fused=layout,
+        fused_widths=(query, key, value),
+    )
+
+
+def _match_fused_feed_forward(path: str, module: nn.Module) -> FeedForward | None:
+    """A gated layer in which one child makes gate and up one after the other, by its source."""
+    row = _linear_child(module, (*ROW_NAMES, *FUSED_ROW_NAMES))
+    if row is None:
+        return None
+    inner = getattr(module, row).in_features
+    for name in FUSED_GATED_NAMES:
+        if not _is_plain_linear(module, name) or getattr(module, name).out_features != 2 * inner:
+            continue
+        layout = fused_layout(module, name)
+        if layout is not None and layout.components == (inner, inner):
+            return FeedForward(path=path, module=module, columns=(name,), row=row, fused=layout)
+    return None
+
+
 def check_feed_forward(found: FeedForward) -> None:
-    """Raise MisfitError unless the widths of its layers are those of a feed-forward layer."""
+    """Raise MisfitError unless its layers have the widths of a feed-forward layer's.
+
+    A layer of those widths whose features are taken apart is none.
+    """
     row = getattr(found.module, found.row)
+    if found.fused is not None:
+        return  # matched by its widths
     for name in found.columns:
         column = getattr(found.module, name)
         if (column.in_features, column.out_features) != (row.out_features, row.in_features):
@@ -129,60 +174,13 @@ def check_feed_forward(found: FeedForward) -> None:
                 f"it makes {column.out_features} features of {column.in_features}, while "
                 f"{found.row} makes {row.out_features} of {row.in_features} (fused projections?)",
             )
-
-
-def head_counts(attention: Attention) -> HeadCounts:
-    """The head counts that the projections imply.
-
-    Raises:
-        MisfitError: the head's width is known from nowhere, or does not agree with the widths of
-            the projections or with the counts that the module or its config names.
-    """
-    query, key, value, output = (attention.width(role) for role in range(4))
-    if output != query or key != value:
-        raise MisfitError(
-            attention.path,
-            f"its projections are {query}, {key} and {value} wide and its output takes {output}; "
-            f"queries must be as wide as the output's input, and keys as wide as values",
-        )
-    width = _head_width(attention)
-    if width is None:
-        raise MisfitError(
-            attention.path,
-            f"nothing says how wide a head is (an attribute such as {HEAD_WIDTH_ATTRIBUTES[0]}, or "
-            f"{QUERY_COUNTS[0]}, of the module or its config)",
-        )
-    if query % width or key % width:
-        raise MisfitError(
-            attention.path, f"heads of {width} do not divide its projections of {query} and {key}"
-        )
-    counts = HeadCounts(heads=query // width, key_value_heads=key // width, head_dim=width)
-    _check_config(attention, counts)
-    return counts
-
-
-def count_attributes(attention: Attention, counts: HeadCounts) -> tuple[str, ...]:
-    """The names of the module's own attributes that hold its number of heads.
-
-    Raises:
-        MisfitError: one of them holds another number than the projections imply.
-    """
-    found: list[str] = []
-    for names, count in (
-        (QUERY_COUNTS, counts.heads),
-        (KEY_VALUE_COUNTS, counts.key_value_heads),
-    ):
-        for name in names:
-            value = _integer(attention.module, name)
-            if value is not None and value != count:
-                raise MisfitError(
-                    attention.path,
-                    f"{name}={value}, while its projections hold {count} heads of "
-                    f"{counts.head_dim}",
-                )
-            if value is not None:
-                found.append(name)
-    return tuple(found)
+        layout = fused_layout(found.module, name)
+        if layout is not None and len(layout.components) > 1:
+            raise MisfitError(
+                f"{found.path}.{name}",
+                f"its source takes its features apart in {layout.components}, and {found.row} "
+                f"takes as many as it makes",
+            )
 
 
 def vector_size(module: nn.Module) -> int | None:
@@ -216,34 +214,3 @@ def _linear_child(module: nn.Module, names: tuple[str, ...]) -> str | None:
 def _is_plain_linear(module: nn.Module, name: str) -> bool:
     child = dict(module.named_children()).get(name)
     return isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward
-
-
-def _head_width(attention: Attention) -> int | None:
-    for name in HEAD_WIDTH_ATTRIBUTES:
-        width = _integer(attention.module, name)
-        if width is not None:
-            return width
-    for owner in (attention.module, getattr(attention.module, "config", None)):
-        for name in QUERY_COUNTS:
-            count = _integer(owner, name)
-            if count is not None and not attention.width(0) % count:
-                return attention.width(0) // count
-    return None
-
-
-def _check_config(attention: Attention, counts: HeadCounts) -> None:
-    stated = _integer(getattr(attention.module, "config", None), "num_attention_heads")
-    if stated is not None and stated != counts.heads:
-        raise MisfitError(
-            f"{attention.path}.{attention.names[0]}",
-            f"it holds {counts.heads} heads of {counts.head_dim}, while num_attention_heads is "
-            f"{stated}",
-        )
-
-
-def _integer(owner: object, name: str) -> int | None:
-    """A plain integer attribute; what a property computes cannot be set to one rank's count."""
-    if owner is None or isinstance(inspect.getattr_static(owner, name, None), property):
-        return None
-    value = getattr(owner, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

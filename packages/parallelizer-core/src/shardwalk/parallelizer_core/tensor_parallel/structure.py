@@ -22,7 +22,6 @@ from shardwalk.parallelizer_core.tensor_parallel.replicas import WholeInput
 from shardwalk.parallelizer_core.tensor_parallel.roles import MisfitError
 from shardwalk.parallelizer_core.tensor_parallel.styles import SequenceBoundary
 from shardwalk.parallelizer_core.tensor_parallel.tables import table_styles
-from shardwalk.parallelizer_core.tensor_parallel.validation import refuse_adapters
 
 
 def structural_plan(
@@ -38,7 +37,6 @@ def structural_plan(
     Raises:
         ValueError: a module in a block is none of these, named with the reason and the way out.
     """
-    refuse_adapters(model, tp_size)
     try:
         return _plan(model, sequence_parallel)
     except MisfitError as misfit:

@@ -8,6 +8,7 @@ may be uneven over the ranks.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core._torch_compat import is_persistent_buffer
+from shardwalk.parallelizer_core.tensor_parallel.components import part_of_components
 from shardwalk.parallelizer_core.tensor_parallel.layouts import (
     check_split_sequence,
     check_whole_sequence,
@@ -27,7 +29,9 @@ from shardwalk.parallelizer_core.tensor_parallel.layouts import (
     gather_sequence,
     gather_sequence_to_parts,
     map_sequence_tensors,
+    mark_features,
     on_local,
+    split_features,
     split_sequence,
     sum_parts,
     sum_parts_over_sequence,
@@ -47,10 +51,20 @@ class ColumnParallel(ParallelStyle):
     Attributes:
         gather_output: whether every rank gets all features (an output head).
         shared_input: whether a `SharedInput` above already sees to the input.
+        components: the sizes of what its features hold one after the other (query, key and value;
+            gate and up), of each of which every rank computes its part; empty for one component.
     """
 
     gather_output: bool = False
     shared_input: bool = False
+    components: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.gather_output and self.components:
+            raise ValueError(
+                f"ColumnParallel(gather_output=True, components={self.components}): features that "
+                f"every rank gets whole need no components; leave one of the two out"
+            )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _plain_linear(module, type(self).__name__)
@@ -67,15 +81,21 @@ class _ColumnForward:
     inner: Forward
     mesh: DeviceMesh
     place: str = ""
+    keeps_split: bool = False
 
     def __call__(self, input: Tensor) -> Tensor:
         if not self.style.shared_input or isinstance(input, DTensor):
             input = enter_parts(input, self.mesh, self.place)
         cuts = {"weight": Shard(0), "bias": Shard(0)}
-        with shown(self.linear, **local_values(self.linear, cuts)):
+        values = local_values(self.linear, cuts)
+        if self.style.components:
+            sizes = self.style.components
+            values = {n: part_of_components(v, self.mesh, sizes) for n, v in values.items()}
+        with shown(self.linear, **values):
             output: Tensor = self.inner(input)
         if self.style.gather_output:
-            output = gather_features(output, self.mesh, self.linear.out_features)
+            leave = mark_features if self.keeps_split else gather_features
+            output = leave(output, self.mesh, self.linear.out_features)
         return output
 
 
@@ -85,9 +105,21 @@ class RowParallel(ParallelStyle):
 
     Attributes:
         sequence_parallel: whether each rank keeps its tokens of the sum instead of all.
+        split_input: whether the input is whole, and each rank takes its features of it.
+        components: the sizes of what its input features hold one after the other, of each of which
+            every rank has its part; empty for one component.
     """
 
     sequence_parallel: bool = False
+    split_input: bool = False
+    components: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.split_input and self.components:
+            raise ValueError(
+                f"RowParallel(split_input=True, components={self.components}): an input that is "
+                f"whole needs no components; leave one of the two out"
+            )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _plain_linear(module, type(self).__name__)
@@ -110,59 +142,18 @@ class _RowForward:
             check_whole_sequence(input, self.place)
         bias_gradient = Partial() if self.style.sequence_parallel else Replicate()
         bias = local_values(self.linear, {"bias": bias_gradient}).get("bias")
-        weight = local_values(self.linear, {"weight": Shard(1)})
-        with shown(self.linear, bias=None, **weight):
+        weight = local_values(self.linear, {"weight": Shard(1)})["weight"]
+        if self.style.components:
+            weight = part_of_components(weight, self.mesh, self.style.components, dim=1)
+        if self.style.split_input:
+            input = split_features(input, self.mesh)
+        with shown(self.linear, bias=None, weight=weight):
             parts = self.inner(input)
         if self.style.sequence_parallel:
             split = sum_parts_over_sequence(parts, self.mesh)
             return split if bias is None else on_local(lambda x: x + bias, split)
         output = sum_parts(parts, self.mesh)
         return output if bias is None else output + bias
-
-
-@dataclass(kw_only=True)
-class VocabularyParallel(ParallelStyle):
-    """An embedding table cut along its rows."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Embedding):
-            raise TypeError(
-                f"VocabularyParallel cuts an nn.Embedding, not a {type(module).__name__}"
-            )
-        if module.scale_grad_by_freq or module.max_norm is not None or module.sparse:
-            raise ValueError(
-                "VocabularyParallel cuts no embedding with scale_grad_by_freq, max_norm or sparse; "
-                "unset them, or use tp_size=1"
-            )
-        distribute_parameter(module, "weight", device_mesh, Shard(0))
-        set_forward(module, _EmbeddingForward(module, module.forward, device_mesh))
-        return module
-
-
-@dataclass
-class _EmbeddingForward:
-    table: nn.Embedding
-    inner: Forward
-    mesh: DeviceMesh
-
-    def __call__(self, input: Tensor) -> Tensor:
-        rows = local_values(self.table, {"weight": Shard(0)})["weight"]
-        first = self._first_row()
-        own = input - first
-        # An id outside the vocabulary stays one, for the lookup to fail on as it does unsplit.
-        known = (input >= 0) & (input < self.table.num_embeddings)
-        elsewhere = known & ((own < 0) | (own >= rows.shape[0]))
-        padding = self.table.padding_idx
-        local_padding = None
-        if padding is not None and 0 <= padding - first < rows.shape[0]:
-            local_padding = padding - first
-        with shown(self.table, weight=rows, padding_idx=local_padding):
-            found = self.inner(own.masked_fill(elsewhere, 0))
-        return sum_parts(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.mesh)
-
-    def _first_row(self) -> int:
-        size = -(-self.table.num_embeddings // self.mesh.size())
-        return min(self.mesh.get_local_rank() * size, self.table.num_embeddings)
 
 
 @dataclass(kw_only=True)
@@ -234,7 +225,8 @@ class LocalCounts(ParallelStyle):
     """A module whose forward reads counts (of heads) from its own attributes.
 
     Attributes:
-        names: the integer attributes that become those of one rank.
+        names: the integer attributes that become those of one rank. One that begins with
+            `config.` stands in the module's config, of which the module then has a copy.
     """
 
     names: tuple[str, ...]
@@ -246,11 +238,15 @@ class LocalCounts(ParallelStyle):
                     f"LocalCounts changes {', '.join(self.names)} of a {type(module).__name__}, "
                     f"from which its buffer {name} is made; move the buffer to a module of its own"
                 )
+        if any(name.startswith("config.") for name in self.names):
+            module.config = copy.copy(module.config)
         for name in self.names:
-            count, ranks = getattr(module, name), device_mesh.size()
+            owner, _, attribute = name.rpartition(".")
+            holder = getattr(module, owner) if owner else module
+            count, ranks = getattr(holder, attribute), device_mesh.size()
             if count % ranks:
                 raise ValueError(f"{name}={count} does not divide by tp_size={ranks}")
-            setattr(module, name, count // ranks)
+            setattr(holder, attribute, count // ranks)
         return module
 
 

@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core.fsdp2.embeddings import named_table
+from shardwalk.parallelizer_core.tensor_parallel.embedding_styles import VocabularyParallel
 from shardwalk.parallelizer_core.tensor_parallel.shared_inputs import hands_input_to_parent_class
-from shardwalk.parallelizer_core.tensor_parallel.styles import ColumnParallel, VocabularyParallel
+from shardwalk.parallelizer_core.tensor_parallel.styles import ColumnParallel
 
 
 def table_styles(
@@ -30,7 +31,7 @@ def table_styles(
         for path, module in model.named_modules()
         if any(id(p) in pair for p in module.parameters(recurse=False))
     }
-    if not all(path in outside and _is_cuttable(module) for path, module in owners.items()):
+    if not all(path in outside and is_cuttable(module) for path, module in owners.items()):
         return {}
     return {path: (_style(module),) for path, module in owners.items()}
 
@@ -64,7 +65,8 @@ def _is_pair(table: object, head: object) -> bool:
     return is_pair and table.num_embeddings == head.out_features  # type: ignore[attr-defined]
 
 
-def _is_cuttable(module: nn.Module) -> bool:
+def is_cuttable(module: nn.Module) -> bool:
+    """Whether a table or head does no more than look up or project, so that a part of it can."""
     if isinstance(module, nn.Embedding):
         plain = type(module).forward is nn.Embedding.forward or hands_input_to_parent_class(module)
         return plain and not (module.scale_grad_by_freq or module.max_norm or module.sparse)

@@ -8,6 +8,13 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from shardwalk.parallelizer_core.tensor_parallel.component_checks import (
+    check_bare_parameters,
+    check_components,
+    check_counts,
+    check_units,
+    divisors,
+)
 from shardwalk.parallelizer_core.tensor_parallel.cuts import (
     COLUMN_STYLES,
     CUTTING_STYLES,
@@ -16,17 +23,24 @@ from shardwalk.parallelizer_core.tensor_parallel.cuts import (
     predicted_cuts,
     takes_split_features,
 )
-from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput
-from shardwalk.parallelizer_core.tensor_parallel.roles import (
+from shardwalk.parallelizer_core.tensor_parallel.embedding_styles import (
+    FeatureParallel,
+    VocabularyParallel,
+)
+from shardwalk.parallelizer_core.tensor_parallel.head_counts import (
+    HeadCounts,
+    head_counts,
+)
+from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput, TokenParallel
+from shardwalk.parallelizer_core.tensor_parallel.role_names import (
     COLUMN_NAMES,
     ROW_NAMES,
+)
+from shardwalk.parallelizer_core.tensor_parallel.roles import (
     Attention,
-    HeadCounts,
     MisfitError,
-    head_counts,
     match_attention,
 )
-from shardwalk.parallelizer_core.tensor_parallel.styles import VocabularyParallel
 
 Plan = Mapping[str, tuple[ParallelStyle, ...]]
 _DROPPING_CLASSES = ("Drop", "StochasticDepth")
@@ -36,9 +50,8 @@ def validate_tp_model(model: nn.Module, tp_size: int) -> None:
     """Refuse what tensor parallelism cannot carry out right, whatever the plan.
 
     Raises:
-        ValueError: adapters around layers, or dropout, named with the way out.
+        ValueError: dropout, named with the way out.
     """
-    refuse_adapters(model, tp_size)
     _refuse_dropout(model, tp_size)
 
 
@@ -60,6 +73,9 @@ def validate_tp_sizes(model: nn.Module, tp_size: int, plan: Plan) -> None:
     validate_tp_heads(model, tp_size, plan)
     for path, module, styles in planned:
         for style in styles:
+            check_components(tp_size, path, module, style)
+            check_bare_parameters(tp_size, path, module, style)
+            check_counts(tp_size, path, module, style)
             _check_features(model, tp_size, path, module, style)
             _check_rows(tp_size, path, module, style)
     refuse_conflicting_ties(model, plan)
@@ -69,7 +85,8 @@ def validate_tp_heads(model: nn.Module, tp_size: int, plan: Plan) -> None:
     """Refuse a tp size that does not divide the heads of an attention that `plan` cuts.
 
     Raises:
-        ValueError: names num_attention_heads or num_key_value_heads and the sizes that fit.
+        ValueError: names num_attention_heads or num_key_value_heads and the sizes that fit; where
+            no attention is recognized, the number of heads that a projection's source shows.
     """
     for path, heads, key_value_heads in _planned_heads(model, plan):
         counts = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
@@ -77,22 +94,9 @@ def validate_tp_heads(model: nn.Module, tp_size: int, plan: Plan) -> None:
         if uneven:
             raise ValueError(
                 f"tp_size={tp_size} does not divide {' and '.join(uneven)} of {path}; "
-                f"use tp_size={_divisors(tp_size, heads, key_value_heads)}"
+                f"use tp_size={divisors(tp_size, heads, key_value_heads)}"
             )
-
-
-def refuse_adapters(model: nn.Module, tp_size: int) -> None:
-    """Refuse low-rank adapters around linear layers.
-
-    Raises:
-        ValueError: names the first adapted layer.
-    """
-    for path, module in model.named_modules():
-        if "base_layer" in dict(module.named_children()):
-            raise ValueError(
-                f"tp_size={tp_size}: {path} is an adapter around a layer, and adapters with tensor "
-                f"parallelism are not in this version of shardwalk-parallelizer-core; use tp_size=1"
-            )
+    check_units(model, tp_size, plan)
 
 
 def refuse_conflicting_ties(model: nn.Module, plan: Plan) -> None:
@@ -136,7 +140,7 @@ def _check_kind(path: str, module: nn.Module, style: ParallelStyle) -> None:
             )
     elif isinstance(style, (*COLUMN_STYLES, *ROW_STYLES)) and not is_linear:
         raise ValueError(f"{name} at {path} cuts an nn.Linear, not a {kind}")
-    elif isinstance(style, VocabularyParallel) and not is_table:
+    elif isinstance(style, VocabularyParallel | FeatureParallel) and not is_table:
         raise ValueError(f"{name} at {path} cuts an nn.Embedding, not a {kind}")
 
 
@@ -154,13 +158,13 @@ def _check_rows(tp_size: int, path: str, module: nn.Module, style: ParallelStyle
 
 
 def _check_nothing_cut_inside(path: str, style: ParallelStyle, plan: Plan) -> None:
-    if not isinstance(style, SplitInput):
+    if not isinstance(style, SplitInput | TokenParallel):
         return
     for other, styles in plan.items():
         if other.startswith(f"{path}.") and any(isinstance(s, CUTTING_STYLES) for s in styles):
             raise ValueError(
-                f"SplitInput() at {path} keeps every parameter in it whole, and the plan cuts "
-                f"{other}; put the whole parameters into a module of their own"
+                f"{type(style).__name__}() at {path} keeps every parameter in it whole, and the "
+                f"plan cuts {other}; put the whole parameters into a module of their own"
             )
 
 
@@ -174,7 +178,7 @@ def _check_features(
     name, size = features
     known = _config_name(model, path, size)
     counted = f"{known}={size} ({path}.{name})" if known else f"{name}={size} of {path}"
-    fits = _divisors(tp_size, size)
+    fits = divisors(tp_size, size)
     raise ValueError(f"tp_size={tp_size} does not divide {counted}; use tp_size={fits}")
 
 
@@ -275,9 +279,3 @@ def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 def _is_shard(layout: object) -> bool:
     return isinstance(layout, Shard)
-
-
-def _divisors(tp_size: int, *counts: int) -> str:
-    """The sizes up to about `tp_size` that divide all of these, as words."""
-    *most, last = (str(n) for n in range(1, max(8, tp_size) + 1) if not any(c % n for c in counts))
-    return f"{', '.join(most)} or {last}" if most else last

@@ -37,6 +37,7 @@ _PRELOAD = ["shardwalk.parallelizer_core.testing._preload"]
 
 _pools: dict[tuple[int, str], RankPool] = {}
 _started = False
+_main_lock = threading.Lock()  # pools of several threads may start at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,9 +272,10 @@ def _check(world_size: int, backend: str) -> None:
 @contextlib.contextmanager
 def _hidden_main() -> Iterator[None]:
     """Keep multiprocessing from importing the main script into ranks that don't ask for it."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _main_lock:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main

@@ -1,0 +1,88 @@
+"""Wrappers around single layers, such as adapters, and the model as it is without them.
+
+A plan names layers by the paths that they have without adapters, and reads their roles, widths and
+sources. So it is made and checked on a model in which every wrapper has given its place to the
+layer it wraps, and the wrappers come back right after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapped:
+    """A layer that stands in a wrapper.
+
+    Attributes:
+        path: the wrapper's first path, which is the layer's in the model without wrappers.
+        layer: what is wrapped.
+        depth: how many wrappers stand around the layer.
+        copies: modules of the same class which the wrapper may call instead of the layer, as it
+            does where a whole layer is trained beside adapters; None for adapters, which add to it.
+    """
+
+    path: str
+    wrapper: nn.Module
+    layer: nn.Module
+    depth: int = 1
+    copies: tuple[nn.Module, ...] | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the wrapper adds something to what its layer makes."""
+        return self.copies is None
+
+
+@contextmanager
+def without_wrappers(model: nn.Module) -> Iterator[dict[str, Wrapped]]:
+    """Let `model` hold wrapped layers in the place of their wrappers; gives the wrappers by path.
+
+    A wrapper is known by its children: `base_layer` beside adapters, or `original_module` beside
+    `modules_to_save`.
+    """
+    places = list(_places(model))
+    for parent, name, found in places:
+        setattr(parent, name, found.layer)
+    try:
+        yield {found.path: found for _, _, found in places}
+    finally:
+        for parent, name, found in places:
+            setattr(parent, name, found.wrapper)
+
+
+def wrapped_at(path: str, wrapped: dict[str, Wrapped]) -> Wrapped | None:
+    """The wrapper at `path` or around it."""
+    inside = (w for place, w in wrapped.items() if path == place or path.startswith(f"{place}."))
+    return next(inside, None)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, Wrapped]]:
+    """Every place of every outermost wrapper: the module that holds it, under which name."""
+    found: dict[nn.Module, Wrapped] = {}
+    for path, parent in model.named_modules():
+        if any(path == w.path or path.startswith(f"{w.path}.") for w in found.values()):
+            continue
+        for name, child in parent.named_children():
+            wrapped = found.get(child) or _wrapped(f"{path}.{name}" if path else name, child)
+            if wrapped is not None:
+                found[child] = wrapped
+                yield parent, name, wrapped
+
+
+def _wrapped(path: str, module: nn.Module) -> Wrapped | None:
+    children = dict(module.named_children())
+    if "base_layer" in children:
+        layer, depth = children["base_layer"], 1
+        while "base_layer" in dict(layer.named_children()):
+            layer, depth = layer.get_submodule("base_layer"), depth + 1
+        return Wrapped(path=path, wrapper=module, layer=layer, depth=depth)
+    copies = children.get("modules_to_save")
+    if "original_module" in children and isinstance(copies, nn.ModuleDict):
+        layer = children["original_module"]
+        return Wrapped(path=path, wrapper=module, layer=layer, copies=tuple(copies.values()))
+    return None

@@ -1,0 +1,254 @@
+"""Low-rank adapters around layers that are split over the tensor-parallel axis.
+
+An adapter adds B(A(x)) to what its layer makes of x. Beside a layer cut along its output features,
+A stays whole and B is cut likewise: the input is gathered once for the layer and A, and since each
+rank's B sends A a part of the gradient, that of A is summed with the unit's gradients. Beside a
+layer cut along its input features A is cut likewise and B stays whole: both make parts of a sum,
+which is taken once. Beside a table both factors stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from shardwalk.parallelizer_core.tensor_parallel.adapters import Wrapped, wrapped_at
+from shardwalk.parallelizer_core.tensor_parallel.components import part_of_components
+from shardwalk.parallelizer_core.tensor_parallel.cuts import PARAMETERLESS_STYLES
+from shardwalk.parallelizer_core.tensor_parallel.embedding_styles import (
+    FeatureParallel,
+    VocabularyParallel,
+)
+from shardwalk.parallelizer_core.tensor_parallel.layouts import (
+    check_whole_sequence,
+    gather_features,
+    mark_features,
+    on_local,
+    split_features,
+    sum_parts,
+    sum_parts_over_sequence,
+)
+from shardwalk.parallelizer_core.tensor_parallel.local_parameters import (
+    Forward,
+    distribute_parameter,
+    local_values,
+    shown,
+)
+from shardwalk.parallelizer_core.tensor_parallel.partial_styles import SharedTail
+from shardwalk.parallelizer_core.tensor_parallel.replicas import (
+    SplitInput,
+    TokenParallel,
+    WholeInput,
+)
+from shardwalk.parallelizer_core.tensor_parallel.styles import (
+    ColumnParallel,
+    RowParallel,
+    enter_parts,
+    set_forward,
+)
+
+Plan = Mapping[str, tuple[ParallelStyle, ...]]
+_TABLE_STYLES = (VocabularyParallel, FeatureParallel)
+# These keep parameters whole, and mean the same of a layer and of the adapters added to it.
+_AROUND = (*PARAMETERLESS_STYLES, SplitInput, WholeInput, TokenParallel, SharedTail)
+_WAY_OUT = "add such adapters to layers that the plan leaves whole, or use tp_size=1"
+
+
+def refuse_unsplittable_adapters(wrapped: Mapping[str, Wrapped], plan: Plan) -> None:
+    """Refuse adapters whose layer `plan` cuts in a way that they cannot follow.
+
+    Args:
+        wrapped: the wrappers of a model by path.
+
+    Raises:
+        ValueError: names the adapter, what it is, and the way out.
+    """
+    for path, styles in plan.items():
+        found = wrapped_at(path, dict(wrapped))
+        if found is None or not found.is_adapter or all(isinstance(s, _AROUND) for s in styles):
+            continue
+        for why in _obstacles(found, path, styles):
+            raise ValueError(
+                f"the tensor-parallel plan cuts {path}, which stands in an adapter: {why}; "
+                f"{_WAY_OUT}"
+            )
+
+
+def _obstacles(found: Wrapped, path: str, styles: Iterable[ParallelStyle]) -> Iterator[str]:
+    """Why the adapters of one layer cannot be cut with it."""
+    kind = type(found.wrapper).__qualname__
+    if found.depth > 1:
+        yield "it stands in another one"
+    if path != found.path or not isinstance(found.layer, nn.Linear | nn.Embedding):
+        yield f"{kind} adapts a {type(found.layer).__name__} as a whole"
+    for style in styles:
+        if not isinstance(style, (ColumnParallel, RowParallel, *_TABLE_STYLES, *_AROUND)):
+            yield (
+                f"{type(style).__name__} does not know of adapters (ColumnParallel, RowParallel, "
+                f"VocabularyParallel and FeatureParallel do)"
+            )
+    if len(getattr(found.wrapper, "lora_magnitude_vector", ())):
+        yield "it learns magnitudes (use_dora=True), which are of whole rows"
+    variants = getattr(found.wrapper, "lora_variant", None)
+    if variants:
+        names = ", ".join(sorted({type(variant).__name__ for variant in variants.values()}))
+        yield f"it is no plain product of two factors ({names})"
+    biased = [name for name, b in _factors(found.wrapper, "lora_B") if b.bias is not None]
+    if biased:
+        yield f"its second factor has a bias (lora_bias=True of {', '.join(biased)})"
+    known = {id(parameter) for parameter in _known_parameters(found)}
+    others = [name for name, p in found.wrapper.named_parameters() if id(p) not in known]
+    if others:
+        yield f"{kind} holds {others[0]}, which is no factor of a product of two"
+
+
+def _known_parameters(found: Wrapped) -> Iterator[nn.Parameter]:
+    yield from found.layer.parameters()
+    for name in ("lora_A", "lora_B"):
+        for _, factor in _factors(found.wrapper, name):
+            yield from factor.parameters()
+    for name in ("lora_embedding_A", "lora_embedding_B"):
+        factors = getattr(found.wrapper, name, None)
+        if isinstance(factors, nn.ParameterDict):
+            yield from factors.parameters()
+
+
+def _factors(wrapper: nn.Module, name: str) -> list[tuple[str, nn.Linear]]:
+    """The factors of every adapter of one layer, by the adapter's name."""
+    held = getattr(wrapper, name, None)
+    found = held.items() if isinstance(held, nn.ModuleDict) else ()
+    return [(key, factor) for key, factor in found if isinstance(factor, nn.Linear)]
+
+
+def parallelize_adapted(
+    found: Wrapped, mesh: DeviceMesh, styles: Iterable[ParallelStyle]
+) -> nn.Module:
+    """Give an adapted layer its styles, and its adapters what goes with them.
+
+    Returns:
+        The module that the rest of the model calls.
+    """
+    for style in styles:
+        if isinstance(style, ColumnParallel):
+            _cut_columns(found, mesh, style)
+        elif isinstance(style, RowParallel):
+            _cut_rows(found, mesh, style)
+        else:
+            target = found.layer if isinstance(style, _TABLE_STYLES) else found.wrapper
+            style._apply(target, mesh)
+    return found.wrapper
+
+
+def _cut_columns(found: Wrapped, mesh: DeviceMesh, style: ColumnParallel) -> None:
+    sizes = style.components
+    _Part.of(found.layer, mesh, {"weight": Shard(0), "bias": Shard(0)}, components=sizes)
+    for _, first in _factors(found.wrapper, "lora_A"):
+        _Part.of(first, mesh, {"weight": Replicate()}, gradients={"weight": Partial()})
+    for _, second in _factors(found.wrapper, "lora_B"):
+        _Part.of(second, mesh, {"weight": Shard(0)}, components=sizes)
+    wrapper = found.wrapper
+    assert isinstance(found.layer, nn.Linear)
+    set_forward(wrapper, _ColumnForward(style, found.layer, wrapper.forward, mesh))
+
+
+def _cut_rows(found: Wrapped, mesh: DeviceMesh, style: RowParallel) -> None:
+    sizes = style.components
+    distribute_parameter(found.layer, "bias", mesh, Replicate())
+    _Part.of(found.layer, mesh, {"weight": Shard(1)}, components=sizes, hidden=("bias",))
+    for _, first in _factors(found.wrapper, "lora_A"):
+        _Part.of(first, mesh, {"weight": Shard(1)}, components=sizes)
+    for _, second in _factors(found.wrapper, "lora_B"):
+        _Part.of(second, mesh, {"weight": Replicate()}, gradients={"weight": Partial()})
+    wrapper = found.wrapper
+    set_forward(wrapper, _RowForward(style, found.layer, wrapper.forward, mesh))
+
+
+@dataclass
+class _Part:
+    """The forward of a linear layer with this rank's part of its parameters; nothing is summed."""
+
+    linear: nn.Module
+    inner: Forward
+    mesh: DeviceMesh
+    gradients: Mapping[str, Placement]
+    components: tuple[int, ...]
+    dim: int
+    hidden: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        linear: nn.Module,
+        mesh: DeviceMesh,
+        cuts: Mapping[str, Placement],
+        *,
+        gradients: Mapping[str, Placement] | None = None,
+        components: tuple[int, ...] = (),
+        hidden: tuple[str, ...] = (),
+    ) -> None:
+        """Cut the parameters of `linear`, and let it run on its part of them."""
+        for name, cut in cuts.items():
+            distribute_parameter(linear, name, mesh, cut)
+        dim = 1 if cuts["weight"] == Shard(1) else 0
+        part = cls(linear, linear.forward, mesh, gradients or cuts, components, dim, hidden)
+        set_forward(linear, part)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        values = local_values(self.linear, self.gradients)
+        if self.components:
+            values = {
+                name: part_of_components(value, self.mesh, self.components, self.dim)
+                for name, value in values.items()
+            }
+        with shown(self.linear, **values, **dict.fromkeys(self.hidden)):
+            output: Tensor = self.inner(input)
+        return output
+
+
+@dataclass
+class _ColumnForward:
+    style: ColumnParallel
+    linear: nn.Linear
+    inner: Forward
+    mesh: DeviceMesh
+    place: str = ""
+    keeps_split: bool = False
+
+    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.style.shared_input or isinstance(input, DTensor):
+            input = enter_parts(input, self.mesh, self.place)
+        output: Tensor = self.inner(input, *args, **kwargs)
+        if self.style.gather_output:
+            leave = mark_features if self.keeps_split else gather_features
+            output = leave(output, self.mesh, self.linear.out_features)
+        return output
+
+
+@dataclass
+class _RowForward:
+    style: RowParallel
+    linear: nn.Module
+    inner: Forward
+    mesh: DeviceMesh
+    place: str = ""
+
+    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        sequence_parallel = self.style.sequence_parallel
+        if sequence_parallel:
+            check_whole_sequence(input, self.place)
+        if self.style.split_input:
+            input = split_features(input, self.mesh)
+        gradient = Partial() if sequence_parallel else Replicate()
+        bias = local_values(self.linear, {"bias": gradient}).get("bias")
+        parts = self.inner(input, *args, **kwargs)
+        if sequence_parallel:
+            split = sum_parts_over_sequence(parts, self.mesh)
+            return split if bias is None else on_local(lambda x: x + bias, split)
+        output = sum_parts(parts, self.mesh)
+        return output if bias is None else output + bias
