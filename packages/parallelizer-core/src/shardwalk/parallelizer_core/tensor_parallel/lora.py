@@ -70,7 +70,7 @@ def refuse_unsplittable_adapters(wrapped: Mapping[str, Wrapped], plan: Plan) -> 
         ValueError: names the adapter, what it is, and the way out.
     """
     for path, styles in plan.items():
-        found = wrapped_at(path, dict(wrapped))
+        found = wrapped_at(path, wrapped)
         if found is None or not found.is_adapter or all(isinstance(s, _AROUND) for s in styles):
             continue
         for why in _obstacles(found, path, styles):
