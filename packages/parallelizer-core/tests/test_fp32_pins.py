@@ -69,6 +69,25 @@ def test_a_pin_may_name_a_buffer():
     assert model.layers[0].bias.dtype == torch.float32
 
 
+class Family(nn.Linear):
+    _keep_in_fp32_modules_strict = ("weight", "gate.weight")
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+class Member(Family):
+    pass
+
+
+def test_a_pin_of_a_base_class_may_miss_in_one_of_its_models():
+    member = Member()
+    member._keep_in_fp32_modules_strict = {"weight", "gate.weight"}  # as transformers copies it
+    assert pinned(nn.Sequential(member)) == ["0.weight"]
+    with pytest.raises(ValueError, match="Family pins 'gate.weight', which names no module"):
+        pin_fp32_parameters(Family())
+
+
 @pytest.mark.parametrize("pin", ["gat", "router", "layers.5"])
 def test_a_pin_that_matches_nothing_is_an_error(pin):
     with pytest.raises(ValueError, match=f"pins '{pin}', which names no module"):

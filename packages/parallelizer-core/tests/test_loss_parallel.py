@@ -34,8 +34,10 @@ def data(vocabulary: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, T
 
 
 def split(logits: Tensor) -> DTensor:
-    made = distribute_tensor(logits, mesh(), [Shard(2)], src_data_rank=None)
-    return made.detach().requires_grad_()
+    made = distribute_tensor(logits, mesh(), [Shard(2)], src_data_rank=None).detach()
+    assert isinstance(made, DTensor)
+    made.requires_grad_()
+    return made
 
 
 def weighed(losses: Tensor) -> Tensor:

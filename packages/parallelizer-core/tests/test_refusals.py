@@ -236,9 +236,6 @@ def hooks_refuse():
         sidecar._apply(Decoder(), mesh, enable_async_tensor_parallel=True)
     with pytest.raises(ValueError, match="frozen_multimodal_sharding='replicate'"):
         sidecar._apply(Decoder(), mesh, frozen_multimodal_sharding="replicate")
-    dropping = nn.Sequential(Decoder(), nn.Dropout(0.1))
-    with pytest.raises(ValueError, match="tp_size=2.*dropout"):
-        sidecar._validate_tp_mesh(dropping, mesh["dp_shard"])
 
 
 def test_the_hooks_refuse_as_well_when_a_sidecar_calls_them():

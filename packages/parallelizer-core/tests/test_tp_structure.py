@@ -18,10 +18,7 @@ from shardwalk.parallelizer_core.tensor_parallel import (
 )
 from shardwalk.parallelizer_core.tensor_parallel.coverage import check_uncovered
 from shardwalk.parallelizer_core.tensor_parallel.structure import structural_plan
-from shardwalk.parallelizer_core.tensor_parallel.validation import (
-    validate_tp_model,
-    validate_tp_sizes,
-)
+from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_sizes
 
 COUNTS = LocalCounts(names=("heads", "num_kv_heads"))
 
@@ -29,7 +26,6 @@ COUNTS = LocalCounts(names=("heads", "num_kv_heads"))
 def plan_of(model, *, sequence_parallel=False):
     """The default plan, which must also pass every check that an explicit one passes."""
     plan = structural_plan(model, 2, sequence_parallel)
-    validate_tp_model(model, 2)
     validate_tp_sizes(model, 2, plan)
     assert check_uncovered(model, plan) == {}
     return plan

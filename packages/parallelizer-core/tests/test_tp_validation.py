@@ -1,4 +1,4 @@
-"""What tensor parallelism refuses before anything moves: sizes, ties, dropout, silent gaps."""
+"""What tensor parallelism refuses before anything moves: sizes, ties, silent gaps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from shardwalk.parallelizer_core.tensor_parallel.cuts import predicted_cut, pred
 from shardwalk.parallelizer_core.tensor_parallel.plans import resolve_plan
 from shardwalk.parallelizer_core.tensor_parallel.structure import structural_plan
 from shardwalk.parallelizer_core.tensor_parallel.validation import (
-    validate_tp_model,
     validate_tp_sizes,
 )
 from shardwalk.parallelizer_core.testing import cached, run_on_ranks
@@ -71,7 +70,6 @@ def changed(**children):
 
 
 def validate(model, patterns, tp_size=2):
-    validate_tp_model(model, tp_size)
     validate_tp_sizes(model, tp_size, resolve_plan(model, tp_size, patterns, False))
 
 
@@ -215,43 +213,6 @@ def test_a_style_on_a_module_that_it_cannot_cut_is_refused():
             validate(decoder(), {"embed": style})
     with pytest.raises(ValueError, match="embed takes the ids .*input_layouts=Replicate"):
         validate(decoder(), {"embed": ROWWISE})
-
-
-class FloatDropout(toys.Gated):
-    def __init__(self):
-        super().__init__()
-        self.attention_dropout = 0.25
-
-
-class DropPath(toys.Gated):
-    def __init__(self):
-        super().__init__()
-        self.p = 0.5
-
-
-class OfTheClass(toys.Gated):
-    resid_drop = 0.25
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: changed(mlp=nn.Sequential(nn.Dropout(0.1))), "p=0.1 of layers.0.mlp.0"),
-        (lambda: changed(mlp=FloatDropout()), "attention_dropout=0.25 of layers.0.mlp"),
-        (lambda: changed(mlp=nn.MultiheadAttention(4, 2, dropout=0.5)), "dropout=0.5 of layers.0"),
-        (lambda: changed(mlp=DropPath()), "p=0.5 of layers.0.mlp"),
-        (lambda: changed(drop_prob=1.0), "drop_prob=1.0 of layers.0"),
-        (lambda: changed(hidden_dropout_prob=0.1), "hidden_dropout_prob=0.1 of layers.0"),
-        (lambda: changed(attn_drop=0.1), "attn_drop=0.1 of layers.0"),
-        (lambda: changed(encoder_layerdrop=0.1), "encoder_layerdrop=0.1 of layers.0"),
-        (lambda: changed(mlp=OfTheClass()), "resid_drop=0.25 of layers.0.mlp"),
-    ],
-)
-def test_dropout_is_refused_by_name(make, named):
-    with pytest.raises(ValueError, match=f"tp_size=2 with {named}.*set it to 0"):
-        validate(decoder(make), {"head": ColumnParallel(gather_output=True)})
-    kept = {"drop": nn.Dropout(0.0), "drop_prob": 0.0, "num_drops": 3, "drop_last": True, "p": 0.5}
-    validate(decoder(lambda: changed(**kept)), ATTENTION)
 
 
 CONFLICTS = {

@@ -439,6 +439,45 @@ def test_the_gradient_of_a_bare_pinned_parameter_is_the_mean_over_ranks(micro_ba
         torch.testing.assert_close(grad, reference.layers[1].A_log.grad, rtol=1e-5, atol=1e-7)
 
 
+class Convolved(Block):
+    """Its parent reads a pinned convolution's weight and calls another, which it asks for a dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(6, 6, 3, groups=6, padding=1)
+        self.called = nn.Conv1d(6, 6, 1)
+
+    def forward(self, x):
+        mixed = self.called(x.transpose(1, 2).to(self.called.weight.dtype))
+        mixed = nn.functional.conv1d(mixed, self.conv.weight, self.conv.bias, padding=1, groups=6)
+        return super().forward(x + mixed.transpose(1, 2))
+
+
+class ConvolvedModel(Decoder):
+    _keep_in_fp32_modules_strict = ("conv", "called")
+
+    def __init__(self) -> None:
+        super().__init__(block=Convolved, blocks=2)
+
+
+def convolved():
+    model = sharded(ConvolvedModel)
+    for _ in range(2):
+        model(ids()).square().mean().backward()
+    return unit_names(model), full_gradients(model)
+
+
+def test_a_pinned_submodule_that_its_parent_reads_stays_whole():
+    torch.manual_seed(7)
+    reference = ConvolvedModel()
+    (2 * reference(ids()).square().mean()).backward()
+    for names, grads in run_on_ranks(2, convolved):
+        assert "layers.0.called" in names
+        assert "layers.0.conv" not in names
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
 class Listed(Block):
     """Bare parameters in a list that is never called, one of them used twice, one a scalar."""
 

@@ -17,7 +17,11 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwalk.parallelizer_core.model_tensors import canonical_name
+<<<<<<< HEAD
 from shardwalk.parallelizer_core.wrapped_layers import names_of_layers
+=======
+from shardwalk.parallelizer_core.parallel_state import class_of
+>>>>>>> core7
 
 PIN_ATTRIBUTE = "_keep_in_fp32_modules_strict"
 
@@ -30,8 +34,9 @@ def pin_fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     A pinned parameter or buffer on the meta device becomes fp32 (no value is lost there).
 
     Raises:
-        ValueError: a pinned name matches nothing in its module, or real pinned weights are stored
-            in a narrower dtype, so that their low bits are gone already.
+        ValueError: a pinned name matches nothing in its module (unless a base class pins it, for
+            more models than this one), or real pinned weights are stored in a narrower dtype, so
+            that their low bits are gone already.
     """
     found: dict[str, torch.Tensor] = {}
     for prefix, owner in model.named_modules():
@@ -102,11 +107,18 @@ def _matches(prefix: str, owner: nn.Module, pin: str) -> Iterator[tuple[str, tor
 
 
 def _check_pin(owner: nn.Module, pin: str) -> None:
-    if not _names_something(owner, pin):
+    if not _names_something(owner, pin) and not _is_inherited(owner, pin):
         raise ValueError(
             f"{PIN_ATTRIBUTE} of {type(owner).__name__} pins {pin!r}, which names no module, "
             f"parameter or buffer in it; correct the name, or remove it from the list of this model"
         )
+
+
+def _is_inherited(owner: nn.Module, pin: str) -> bool:
+    """Whether a base class pins the name, for all its models and so for parts that lack it."""
+    _, *bases = class_of(owner).__mro__
+    lists = (vars(base).get(PIN_ATTRIBUTE) or () for base in bases)
+    return any(pin == names if isinstance(names, str) else pin in names for names in lists)
 
 
 def _names_something(owner: nn.Module, pin: str) -> bool:

@@ -37,7 +37,6 @@ from shardwalk.parallelizer_core.tensor_parallel.parallelize import (
     plan_tensors,
 )
 from shardwalk.parallelizer_core.tensor_parallel.validation import (
-    validate_tp_model,
     validate_tp_sizes,
 )
 
@@ -276,13 +275,12 @@ class ModelParallelizer:
     def _validate_tp_mesh(self, model: nn.Module, tp_mesh: DeviceMesh) -> None:
         """Refuse a tensor-parallel mesh that this model cannot be split over, whatever its plan.
 
-        The base class refuses what no plan makes right. Head counts and
-        feature sizes are checked against the plan, wherever it came from, by `_validate_tp_sizes`.
+        The base class refuses nothing here. Head counts and feature sizes are checked against the
+        plan, wherever it came from, by `_validate_tp_sizes`, adapters and dropout after that.
 
         Raises:
             ValueError: names the module and the way out.
         """
-        validate_tp_model(model, tp_mesh.size())
 
     def _validate_tp_sizes(
         self, model: nn.Module, tp_size: int, plan: Mapping[str, tuple[ParallelStyle, ...]]

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwalk.parallelizer_core._torch_compat import is_view, own_linear_outputs
 from shardwalk.parallelizer_core.fp32_pins import is_pinned
+from shardwalk.parallelizer_core.fsdp2.direct_reads import reads_parameters
 from shardwalk.parallelizer_core.fsdp2.nested import map_tensors
 from shardwalk.parallelizer_core.fsdp2.policies import pinned_policy, stream_cast, torch_policy
 from shardwalk.parallelizer_core.fsdp2.replicated_parameters import replicate_parameters
@@ -169,10 +170,11 @@ def _parts(
 ) -> list[nn.Module]:
     """The largest submodules whose parameters all differ from `rest` in the same way.
 
-    None of them holds a unit already, which would get inputs that the part's policy casts.
+    None of them holds a unit already, which would get inputs that the part's policy casts, and none
+    is read by its parent instead of being called, as only a call gathers it.
     """
     found: list[nn.Module] = []
-    for child in module.children():
+    for name, child in module.named_children():
         own = [p for p in unheld_parameters(child) if p not in ignored]
         if isinstance(child, FSDPModule) or all(_fits(p, rest, policy) for p in own):
             continue
@@ -180,7 +182,8 @@ def _parts(
         unit = _prevailing((kind, 1) for kind in kinds)
         assert unit is not None
         is_part = all(kind.fits(unit) for kind in kinds) and has_forward(child)
-        if is_part and not _holds_unit(child) and all(p.ndim for p in own):
+        is_part = is_part and not _holds_unit(child) and all(p.ndim for p in own)
+        if is_part and not reads_parameters(module, name):
             found.append(child)
         else:
             found.extend(_parts(child, rest, policy, ignored))

@@ -7,7 +7,7 @@ layer it wraps, and the wrappers come back right after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -55,10 +55,25 @@ def without_wrappers(model: nn.Module) -> Iterator[dict[str, Wrapped]]:
             setattr(parent, name, found.wrapper)
 
 
-def wrapped_at(path: str, wrapped: dict[str, Wrapped]) -> Wrapped | None:
+def wrapped_at(path: str, wrapped: Mapping[str, Wrapped]) -> Wrapped | None:
     """The wrapper at `path` or around it."""
     inside = (w for place, w in wrapped.items() if path == place or path.startswith(f"{place}."))
     return next(inside, None)
+
+
+def called_at(model: nn.Module, path: str, wrapped: Mapping[str, Wrapped]) -> list[nn.Module]:
+    """The modules that the model calls where `path` leads to in it without wrappers.
+
+    That is the wrapper of an adapted layer, and beside a wrapped layer every copy of it.
+    """
+    around = wrapped_at(path, wrapped)
+    if around is not None and around.is_adapter and path == around.path:
+        return [around.wrapper]
+    modules = [model.get_submodule(path)]
+    if around is not None and around.copies:
+        inner = path.removeprefix(around.path).removeprefix(".")
+        modules += [copy.get_submodule(inner) for copy in around.copies]
+    return modules
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, Wrapped]]:

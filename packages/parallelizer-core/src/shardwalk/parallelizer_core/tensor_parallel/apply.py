@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from shardwalk.parallelizer_core._torch_compat import own_output
 from shardwalk.parallelizer_core.tensor_parallel.adapters import (
     Wrapped,
+    called_at,
     without_wrappers,
     wrapped_at,
 )
@@ -58,11 +59,7 @@ def _styled(
     if around is not None and around.is_adapter and path == around.path:
         yield parallelize_adapted(around, mesh, styles)
         return
-    modules = [model.get_submodule(path)]
-    if around is not None and around.copies:
-        inner = path.removeprefix(around.path).removeprefix(".")
-        modules += [copy.get_submodule(inner) for copy in around.copies]
-    for module in modules:
+    for module in called_at(model, path, wrapped):
         for style in styles:
             yield parallelize_module(module, mesh, style, src_data_rank=None)
 

@@ -10,6 +10,7 @@ which is taken once. Beside a table both factors stay whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,7 @@ def refuse_unsplittable_adapters(wrapped: Mapping[str, Wrapped], plan: Plan) -> 
         ValueError: names the adapter, what it is, and the way out.
     """
     for path, styles in plan.items():
-        found = wrapped_at(path, dict(wrapped))
+        found = wrapped_at(path, wrapped)
         if found is None or not found.is_adapter or all(isinstance(s, _AROUND) for s in styles):
             continue
         for why in _obstacles(found, path, styles):
@@ -113,10 +114,8 @@ def _known_parameters(found: Wrapped) -> Iterator[nn.Parameter]:
     for name in ("lora_A", "lora_B"):
         for _, factor in _factors(found.wrapper, name):
             yield from factor.parameters()
-    for name in ("lora_embedding_A", "lora_embedding_B"):
-        factors = getattr(found.wrapper, name, None)
-        if isinstance(factors, nn.ParameterDict):
-            yield from factors.parameters()
+    for factors in _table_factors(found.wrapper):
+        yield from factors.parameters()
 
 
 def _factors(wrapper: nn.Module, name: str) -> list[tuple[str, nn.Linear]]:
@@ -124,6 +123,12 @@ def _factors(wrapper: nn.Module, name: str) -> list[tuple[str, nn.Linear]]:
     held = getattr(wrapper, name, None)
     found = held.items() if isinstance(held, nn.ModuleDict) else ()
     return [(key, factor) for key, factor in found if isinstance(factor, nn.Linear)]
+
+
+def _table_factors(wrapper: nn.Module) -> list[nn.ParameterDict]:
+    """The factors beside a table, of every adapter."""
+    held = (getattr(wrapper, name, None) for name in ("lora_embedding_A", "lora_embedding_B"))
+    return [factors for factors in held if isinstance(factors, nn.ParameterDict)]
 
 
 def parallelize_adapted(
@@ -139,10 +144,20 @@ def parallelize_adapted(
             _cut_columns(found, mesh, style)
         elif isinstance(style, RowParallel):
             _cut_rows(found, mesh, style)
+        elif isinstance(style, _TABLE_STYLES):
+            style._apply(found.layer, mesh)
+            _keep_factors_whole(found.wrapper, mesh)
         else:
-            target = found.layer if isinstance(style, _TABLE_STYLES) else found.wrapper
-            style._apply(target, mesh)
+            style._apply(found.wrapper, mesh)
     return found.wrapper
+
+
+def _keep_factors_whole(wrapper: nn.Module, mesh: DeviceMesh) -> None:
+    """Hold both factors beside a table whole on the axis of the table, so that they can merge."""
+    for factors in _table_factors(wrapper):
+        for name, _ in list(factors.named_parameters(recurse=False)):
+            distribute_parameter(factors, name, mesh, Replicate())
+    set_forward(wrapper, _TableForward(wrapper, wrapper.forward))
 
 
 def _cut_columns(found: Wrapped, mesh: DeviceMesh, style: ColumnParallel) -> None:
@@ -252,3 +267,17 @@ class _RowForward:
             return split if bias is None else on_local(lambda x: x + bias, split)
         output = sum_parts(parts, self.mesh)
         return output if bias is None else output + bias
+
+
+@dataclass
+class _TableForward:
+    wrapper: nn.Module
+    inner: Forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for factors in _table_factors(self.wrapper):
+                names = [name for name, _ in factors.named_parameters(recurse=False)]
+                whole = local_values(factors, dict.fromkeys(names, Replicate()))
+                stack.enter_context(shown(factors, **whole))
+            return self.inner(*args, **kwargs)

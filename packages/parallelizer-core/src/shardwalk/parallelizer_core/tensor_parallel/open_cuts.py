@@ -63,7 +63,7 @@ def _under_every_name(model: nn.Module, plan: Plan) -> Plan:
 
 
 def _refuse_partial_layers(model: nn.Module, plan: Plan, cuts: _Cuts) -> None:
-    for owner, columns, row in _layers(model):
+    for owner, columns, row in named_layers(model):
         names = [*columns, row]
         cut = [name for name in names if _join(owner, name) in {*cuts.columns, *cuts.rows}]
         rest = [name for name in names if not _is_said(_join(owner, name), plan)]
@@ -79,7 +79,7 @@ def _refuse_partial_layers(model: nn.Module, plan: Plan, cuts: _Cuts) -> None:
             )
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], str]]:
+def named_layers(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], str]]:
     """Path, column names and row name of every attention and feed-forward layer."""
     for path, module in model.named_modules():
         attention, feed_forward = match_attention(path, module), match_feed_forward(path, module)

@@ -12,6 +12,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shardwalk.parallelizer_core.tensor_parallel.adapters import without_wrappers
 from shardwalk.parallelizer_core.tensor_parallel.apply import apply_plan
 from shardwalk.parallelizer_core.tensor_parallel.coverage import check_uncovered
+from shardwalk.parallelizer_core.tensor_parallel.dropout import check_first_numbers, split_dropout
+from shardwalk.parallelizer_core.tensor_parallel.dropout_checks import refuse_unknown_dropout
 from shardwalk.parallelizer_core.tensor_parallel.equal_inputs import check_first_inputs
 from shardwalk.parallelizer_core.tensor_parallel.lora import refuse_unsplittable_adapters
 from shardwalk.parallelizer_core.tensor_parallel.open_cuts import refuse_open_cuts
@@ -56,6 +58,7 @@ def plan_tensors(
         return {}
     with without_wrappers(model) as wrapped:
         plan = _plan(model, tp_size, requested, sequence_parallel, sidecar, sidecar_plan)
+        refuse_unknown_dropout(model, tp_size, plan, wrapped)
     refuse_unsplittable_adapters(wrapped, plan)
     return plan
 
@@ -82,6 +85,10 @@ def _plan(
 def parallelize_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Split `model` over the tensor-parallel axis in place; nothing is communicated."""
     apply_plan(model, mesh, plan)
+    with without_wrappers(model) as wrapped:
+        drops = split_dropout(model, mesh, plan, wrapped)
+    if drops:
+        check_first_numbers(model, mesh)
     check_first_inputs(model, mesh)
     refuse_uneven_sequences(model, plan, mesh.size())
 

@@ -43,16 +43,6 @@ from shardwalk.parallelizer_core.tensor_parallel.roles import (
 )
 
 Plan = Mapping[str, tuple[ParallelStyle, ...]]
-_DROPPING_CLASSES = ("Drop", "StochasticDepth")
-
-
-def validate_tp_model(model: nn.Module, tp_size: int) -> None:
-    """Refuse what tensor parallelism cannot carry out right, whatever the plan.
-
-    Raises:
-        ValueError: dropout, named with the way out.
-    """
-    _refuse_dropout(model, tp_size)
 
 
 def validate_tp_sizes(model: nn.Module, tp_size: int, plan: Plan) -> None:
@@ -249,32 +239,6 @@ def _config_name(model: nn.Module, path: str, size: int) -> str | None:
     config = _config_of(model, model.get_submodule(owner_path))
     names = ("intermediate_size", "ffn_dim", "n_inner")
     return next((known for known in names if getattr(config, known, None) == size), None)
-
-
-def _refuse_dropout(model: nn.Module, tp_size: int) -> None:
-    for path, module in model.named_modules():
-        for name, value in _dropouts(module):
-            raise ValueError(
-                f"tp_size={tp_size} with {name}={value} of {path or 'the model'}: dropout "
-                f"under tensor parallelism is not in this version of "
-                f"shardwalk-parallelizer-core; set it to 0, or use tp_size=1"
-            )
-
-
-def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """The module's own probabilities of dropping something (features, paths, layers), if not 0.
-
-    They go by many names: any share under a name with "drop", and `p` of a class of that name.
-    """
-    owners = (*reversed(type(module).__mro__), module)
-    values = {name: value for owner in owners for name, value in vars(owner).items()}
-    for name, value in values.items():
-        if isinstance(value, float) and "drop" in name.lower() and 0 < value <= 1:
-            yield name, value
-    probability = getattr(module, "p", None)
-    is_dropping = any(word in type(module).__name__ for word in _DROPPING_CLASSES)
-    if is_dropping and isinstance(probability, int | float) and probability > 0:
-        yield "p", probability
 
 
 def _is_shard(layout: object) -> bool:
