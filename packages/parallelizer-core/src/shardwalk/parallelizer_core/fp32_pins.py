@@ -17,11 +17,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwalk.parallelizer_core.model_tensors import canonical_name
-<<<<<<< HEAD
-from shardwalk.parallelizer_core.wrapped_layers import names_of_layers
-=======
 from shardwalk.parallelizer_core.parallel_state import class_of
->>>>>>> core7
+from shardwalk.parallelizer_core.wrapped_layers import names_of_layers
 
 PIN_ATTRIBUTE = "_keep_in_fp32_modules_strict"
 
