@@ -53,10 +53,7 @@ def compare(options: dict[str, Any]) -> None:
     found = results(sharded(built=SMALL, mp_policy=FULL, **options))
     assert found.keys() == expected.keys()
     assert expected["no length: loss"] == 0
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def embeddings_under(policy: dict[str, Any]) -> torch.dtype:
