@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from beam_toys import randomize, tiny_beam, token_ids
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardwalk.mesh import (
@@ -32,6 +34,10 @@ class CastingSidecar(BeamModelParallelizer):
     """Makes units as torch does by default: the policy of a block casts all that comes in."""
 
     def _fully_shard_module(self, module: nn.Module, **kwargs: Any) -> nn.Module:
+        given = kwargs["mp_policy"]
+        values = {each.name: getattr(given, each.name) for each in fields(MixedPrecisionPolicy)}
+        # The plain policy, under which torch casts all that comes in.
+        kwargs["mp_policy"] = MixedPrecisionPolicy(**values)
         return shard_unit(module, self._fully_shard_module, **kwargs)
 
 
