@@ -254,6 +254,17 @@ def demo_beam(session: nox.Session) -> None:
 
 
 @nox.session(default=False, requires=["base"])
+def hf_sweep(session: nox.Session) -> None:
+    """Run every model of transformers, tiny, on two ranks; write docs/hf-sweep.md (hours).
+
+    `-- --only llama` runs one, `-- --resume` goes on where a sweep was stopped.
+    """
+    install(session, *group("hf-sweep"), *editable(PACKAGES.values()))
+    env = {"OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "tools.hf_sweep", *session.posargs, env=env)
+
+
+@nox.session(default=False, requires=["base"])
 def benchmark(session: nox.Session) -> None:
     """Run one benchmark: `nox -s benchmark -- dense_overhead [options]`."""
     names = sorted(file.stem for file in (ROOT / "benchmarks").glob("[!_]*.py"))

@@ -51,6 +51,7 @@ def context(name: str, **options: Any) -> MeshContext:
 
 def steps(name: str, mode: Any, backend: str | None) -> tuple[list[Any], list[CompiledBlocks]]:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own, in inductor
     made = context(name, activation_checkpointing=mode, enable_compile=backend is not None)
     model = parallelize_model(build(name), made)
     compile_parallelized_model(model, made, backend=backend)

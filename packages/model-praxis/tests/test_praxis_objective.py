@@ -209,8 +209,51 @@ def test_refuses_settings(option: dict[str, Any], error: type[Exception]) -> Non
 def test_refuses_draws_for_other_windows() -> None:
     policy, settings = PraxisPolicy(tiny_config()), ObjectiveSettings()
     draws = _draws(policy.config, settings, windows=1)
-    with pytest.raises(ValueError, match="window.latents has shape"):
+    with pytest.raises(ValueError, match="draws.window_time has shape .1., it must have .2."):
         praxis_loss(policy, small_window(policy.config, windows=2), draws, settings)
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_refuses_every_tensor_of_another_shape_or_dtype(windows: int) -> None:
+    """Without a check most of these broadcast: a loss of other data, or of one window's."""
+    policy, settings = PraxisPolicy(tiny_config()), ObjectiveSettings()
+    window = small_window(policy.config, windows=windows)
+    draws = _draws(policy.config, settings, windows=windows)
+
+    def refuse(error: type[Exception], name: str, value: Tensor) -> None:
+        owner, field = name.split(".")
+        given = {"window": window, "draws": draws}
+        given[owner] = replace(given[owner], **{field: value})  # type: ignore[type-var]
+        with pytest.raises(error, match=name):
+            praxis_loss(policy, given["window"], given["draws"], settings)  # type: ignore[arg-type]
+
+    for data, owner in ((window, "window"), (draws, "draws")):
+        for field in fields(data):
+            name, value = f"{owner}.{field.name}", getattr(data, field.name)
+            refuse(ValueError, name, value[0])
+            refuse(ValueError, name, value[..., None])
+            refuse(ValueError, name, torch.cat((value, value)) if field.name != "latents" else value[:0])
+            refuse(TypeError, name, value.to(torch.complex64))
+            refuse(TypeError, name, value.int())
+            if owner == "draws":
+                refuse(TypeError, name, value.double())
+    refuse(ValueError, "window.latents", window.latents[:, :, :5])
+    refuse(ValueError, "draws.chunk_times", draws.chunk_times[:, :1])
+    for offset in (-1, policy.config.backbone.rope.frame_stride):
+        refuse(ValueError, "draws.offsets", torch.full_like(draws.offsets, offset))
+
+
+def test_refuses_what_is_no_window_and_no_draws() -> None:
+    policy, settings = PraxisPolicy(tiny_config()), ObjectiveSettings()
+    window, draws = small_window(policy.config), _draws(policy.config, settings, windows=1)
+    for given in (({}, draws, settings), (window, {}, settings), (window, draws, {})):
+        with pytest.raises(TypeError, match="not dict"):
+            praxis_loss(policy, *given)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="window.text must be a tensor, not NoneType"):
+        praxis_loss(policy, replace(window, text=None), draws, settings)  # type: ignore[arg-type]
+    for windows, error in ((0, ValueError), (True, TypeError), (1.0, TypeError)):
+        with pytest.raises(error, match="windows="):
+            draw(policy.config, settings, torch.Generator(), windows=windows)  # type: ignore[arg-type]
 
 
 class _Oracle(nn.Module):

@@ -18,17 +18,19 @@ if TYPE_CHECKING:  # the policy's class carries the sidecar
 _WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls its module
 
 
-def policy_in(model: nn.Module) -> PraxisPolicy:
+def policy_in(model: nn.Module, asker: str = "PraxisModelParallelizer") -> PraxisPolicy:
     """The policy in `model`: itself, or the one that a wrapper holds.
 
     Raises:
-        TypeError: there is none, or several.
+        TypeError: there is none, or several; names who asked.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{asker} takes a PraxisPolicy, or a module that holds one, not {model!r}")
     found = [module for module in model.modules() if _is_policy(module)]
     if len(found) != 1:
         raise TypeError(
-            f"{type(model).__name__} holds {len(found)} Praxis policies; PraxisModelParallelizer "
-            f"shards a module that is one, or holds one"
+            f"{type(model).__name__} holds {len(found)} Praxis policies; {asker} takes a "
+            f"PraxisPolicy, or a module that holds one"
         )
     return cast("PraxisPolicy", found[0])
 
