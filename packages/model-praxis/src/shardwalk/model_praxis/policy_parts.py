@@ -50,6 +50,28 @@ def block_lists(policy: PraxisPolicy) -> tuple[nn.ModuleList, ...]:
     )
 
 
+def refuse_shared_blocks(policy: PraxisPolicy) -> None:
+    """Refuse a block in two places, and a weight of a block that something outside of it has too.
+
+    A unit takes the weights of its block, and another place would be left with what they were.
+
+    Raises:
+        ValueError: names both places.
+    """
+    blocks = {block for stack in block_lists(policy) for block in stack}
+    places = {name for name, module in policy.named_modules(remove_duplicate=False)
+              if module in blocks}  # fmt: skip
+    first: dict[nn.Parameter, tuple[str, str | None]] = {}
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        block = next((place for place in places if name.startswith(f"{place}.")), None)
+        other, other_block = first.setdefault(parameter, (name, block))
+        if other_block != block:
+            raise ValueError(
+                f"{other} and {name} are one parameter, and every block of a Praxis policy is a "
+                f"unit with weights of its own; give each its own copy"
+            )
+
+
 def moe_of(block: nn.Module) -> MoE | None:
     """The experts' layer of a block of a tower; None for dense ones and the action expert's."""
     ffn = getattr(unwrapped_block(block), "ffn", None)
