@@ -224,7 +224,7 @@ def test_refuses_every_tensor_of_another_shape_or_dtype(windows: int) -> None:
     def refuse(error: type[Exception], name: str, value: Tensor) -> None:
         owner, field = name.split(".")
         given = {"window": window, "draws": draws}
-        given[owner] = replace(given[owner], **{field: value})  # type: ignore[type-var]
+        given[owner] = replace(given[owner], **{field: value})
         with pytest.raises(error, match=name):
             praxis_loss(policy, given["window"], given["draws"], settings)  # type: ignore[arg-type]
 
@@ -255,7 +255,7 @@ def test_refuses_what_is_no_window_and_no_draws() -> None:
         with pytest.raises(TypeError, match="not dict"):
             praxis_loss(policy, *given)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="window.text must be a tensor, not NoneType"):
-        praxis_loss(policy, replace(window, text=None), draws, settings)  # type: ignore[arg-type]
+        praxis_loss(policy, replace(window, text=None), draws, settings)
     for windows, error in ((0, ValueError), (True, TypeError), (1.0, TypeError)):
         with pytest.raises(error, match="windows="):
             draw(policy.config, settings, torch.Generator(), windows=windows)  # type: ignore[arg-type]
