@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from beam_sharding_toys import FULL, build, full, sharded
+from beam_sharding_toys import BF16, FULL, build, full, sharded
 from beam_toys import FULL as NOT_SLIDING
 from beam_toys import SLIDING, token_ids
 from torch import Tensor, nn
@@ -53,10 +53,21 @@ def compare(options: dict[str, Any]) -> None:
     found = results(sharded(built=SMALL, mp_policy=FULL, **options))
     assert found.keys() == expected.keys()
     assert expected["no length: loss"] == 0
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def embeddings_under(policy: dict[str, Any]) -> torch.dtype:
+    """Of the weights' own dtype, and of another one where the policy casts."""
+    model = sharded(built=SMALL, mp_policy=policy)
+    given = torch.zeros(2, 3, 64, dtype=torch.bfloat16 if policy == BF16 else torch.float32)
+    model(inputs_embeds=given).logits.sum().backward()
+    return model(inputs_embeds=given.float()).logits.dtype  # type: ignore[no-any-return]
+
+
+def test_a_policy_casts_embeddings_of_any_dtype() -> None:
+    assert run_on_ranks(2, embeddings_under, BF16) == [torch.float32] * 2
+    assert run_on_ranks(2, embeddings_under, {**BF16, "cast_forward_inputs": False})
+    assert run_on_ranks(2, embeddings_under, FULL)
 
 
 @pytest.mark.parametrize(

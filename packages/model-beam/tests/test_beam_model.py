@@ -149,6 +149,7 @@ def test_layers_in_a_dict_and_copies_give_the_same():
 
 
 def test_a_meta_model_starts_as_documented():
+    torch.manual_seed(0)
     changes = {"pad_token_id": 3, "attention_bias": True, "initializer_range": 0.05}
     model = on_meta(**changes)
     materialize(model, init="reset_parameters", seed=4)
@@ -255,6 +256,9 @@ def test_embeddings_of_another_dtype_are_taken_where_something_casts_them():
     model = tiny_beam(**SMALL)
     with torch.autocast("cpu", torch.bfloat16):
         model(inputs_embeds=EMBEDDINGS.bfloat16())
+    assert on_meta(mlp_layer_types=["dense"] * 3)(
+        inputs_embeds=EMBEDDINGS.to("meta")
+    ).logits.is_meta
     for block in model.model.blocks:
         block.compute_dtype = torch.float32
     assert model(inputs_embeds=EMBEDDINGS.double()).logits.dtype == torch.float32

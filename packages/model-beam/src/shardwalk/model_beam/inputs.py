@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwalk.model_beam.config import BeamConfig
 from shardwalk.model_beam.masks import numbered, positions_in, sequences_of, visible_keys
@@ -170,12 +171,13 @@ def check_weights(weight: Tensor, given: Tensor) -> None:
         )
 
 
-def check_embeddings(embeddings: Tensor, *, width: int, dtype: torch.dtype | None) -> None:
+def check_embeddings(embeddings: Tensor, width: int, table: nn.Embedding | None) -> None:
     """Refuse embeddings [B, S, H] that the layers cannot take.
 
     Args:
         width: H of the model.
-        dtype: of the weights; None where something casts what the layers get.
+        table: whose rows they stand for; None where the layers cast what they get. Where it is
+            sharded, the policy of its unit says what is cast, and autocast casts as well.
 
     Raises:
         TypeError: for another dtype.
@@ -184,7 +186,12 @@ def check_embeddings(embeddings: Tensor, *, width: int, dtype: torch.dtype | Non
     if embeddings.shape[-1] != width:
         shape = list(embeddings.shape)
         raise ValueError(f"inputs_embeds has shape {shape}, and its width must be {width}")
-    if dtype is not None and embeddings.dtype != dtype:
+    if table is None or isinstance(table.weight, DTensor) or embeddings.is_meta:
+        return
+    if torch.is_autocast_enabled(embeddings.device.type):
+        return
+    dtype = table.weight.dtype
+    if embeddings.dtype != dtype:
         raise TypeError(
             f"inputs_embeds has dtype {embeddings.dtype} and the weights have {dtype}, with no "
             f"precision policy between them; use inputs_embeds.to({dtype})"

@@ -91,12 +91,9 @@ class BeamModel(nn.Module):
         given = check_source(input_ids, inputs_embeds)
         check_weights(self.norm.weight, given)
         if inputs_embeds is None:
-            embedded: Tensor = self.embed_tokens(given)
-            return embedded
+            return cast(Tensor, self.embed_tokens(given))
         casts = any(block.compute_dtype is not None for block in self.blocks)
-        casts |= torch.is_autocast_enabled(given.device.type)
-        dtype = None if casts else self.embed_tokens.weight.dtype
-        check_embeddings(given, width=self.config.hidden_size, dtype=dtype)
+        check_embeddings(given, self.config.hidden_size, None if casts else self.embed_tokens)
         return given
 
     @property
@@ -233,8 +230,7 @@ class BeamForCausalLM(nn.Module):
 
         Raises:
             TypeError: an argument of another type or dtype.
-            ValueError: arguments whose shapes do not fit each other, or that exclude each other;
-                weights that are on the meta device.
+            ValueError: shapes that do not fit, arguments that exclude each other, weights on meta.
         """
         check_kept(logits_to_keep, labels)
         is_flat = _is_flat(input_ids)
