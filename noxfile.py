@@ -27,7 +27,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "typecheck", "build", "tests", "isolated", "matrix"]
+nox.options.sessions = ["lint", "typecheck", "build", "isolated", "matrix"]
 
 
 class Package:
@@ -194,10 +194,10 @@ def build(session: nox.Session) -> None:
     pytest(session, "tests/packaging", "--dist=dist", *session.posargs)
 
 
-@nox.session(requires=["base"])
+@nox.session(default=False, requires=["base"])
 @each_package
 def tests(session: nox.Session, name: str) -> None:
-    """Run the tests of one package."""
+    """Run the tests of one package on its sources: `isolated` runs them on what is installed."""
     package = PACKAGES[name]
     install(session, *package.test_group, *editable(closure(package)))
     pytest(session, str(package.tests.relative_to(ROOT)), *session.posargs)
