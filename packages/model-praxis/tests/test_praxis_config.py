@@ -110,6 +110,7 @@ REFUSED = {
     "falling taps": ({"action_expert__taps": [3, 1]}, "taps: \\[3, 1\\] must rise"),
     "no tap": ({"action_expert__taps": []}, "taps"),
     "a tap beyond": ({"action_expert__taps": [1, 4]}, "action_expert.taps: 4 is beyond the 4 blocks"),
+    "an odd width of the expert": ({"action_expert__dim": 33}, "^action_expert.dim: 33 is odd"),
     "odd time features": ({"action_expert__time_features": 3}, "time_features: 3 is odd"),
     "a patch across the edge": ({"video__latent_height": 2, "backbone__patch_size": 4,
                                  "video__canvas_height": 32}, "4 does not divide 2"),

@@ -269,7 +269,7 @@ class ActionExpertConfig(Section):
     """The transformer that denoises actions.
 
     Attributes:
-        dim: width.
+        dim: width; even.
         num_heads: attention heads.
         head_dim: that of the towers.
         mlp_dim: inner width of the feed-forwards.
@@ -295,6 +295,7 @@ class ActionExpertConfig(Section):
         taps = self.taps
         is_rising = all(first < second for first, second in pairwise(taps))
         require(bool(taps) and is_rising, "taps", f"{list(taps)} must rise, and hold one or more")
+        require(self.dim % 2 == 0, "dim", f"{self.dim} is odd, use even: half are sines of a time")
         require(
             self.time_features % 2 == 0, "time_features", f"{self.time_features} is odd, use even"
         )
