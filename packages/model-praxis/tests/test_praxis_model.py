@@ -173,6 +173,14 @@ def test_starts_on_the_meta_device() -> None:
     assert policy(**small_inputs(policy.config)).action_velocity.isfinite().all()
 
 
+def test_refuses_documents_in_place_of_a_config() -> None:
+    config = tiny_config()
+    with pytest.raises(TypeError, match="not dict; read a document with PraxisConfig.from_dict"):
+        PraxisPolicy(config.to_dict())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not dict; .* MoeTrainingSettings.from_dict"):
+        PraxisPolicy(config, training={})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["actions", "action_times", "proprio"])
 def test_refuses_actions_of_another_shape(name: str) -> None:
     policy = PraxisPolicy(tiny_config())

@@ -26,6 +26,7 @@ from shardwalk.model_praxis import (
     sample,
     shift_time,
     step_generator,
+    trains_backbone,
 )
 
 _EXACT = {"latent_dtype": torch.float32, "text_dropout": 0.0, "proprio_dropout": 0.0}
@@ -213,11 +214,62 @@ def test_refuses_draws_for_other_windows() -> None:
         praxis_loss(policy, small_window(policy.config, windows=2), draws, settings)
 
 
+<<<<<<< HEAD
+=======
+@pytest.mark.parametrize("windows", [1, 2])
+def test_refuses_every_tensor_of_another_shape_or_dtype(windows: int) -> None:
+    """Without a check most of these broadcast: a loss of other data, or of one window's."""
+    policy, settings = PraxisPolicy(tiny_config()), ObjectiveSettings()
+    window = small_window(policy.config, windows=windows)
+    draws = _draws(policy.config, settings, windows=windows)
+
+    def refuse(error: type[Exception], name: str, value: Tensor) -> None:
+        owner, field = name.split(".")
+        given = {"window": window, "draws": draws}
+        given[owner] = replace(given[owner], **{field: value})  # type: ignore[type-var]
+        with pytest.raises(error, match=name):
+            praxis_loss(policy, given["window"], given["draws"], settings)  # type: ignore[arg-type]
+
+    for data, owner in ((window, "window"), (draws, "draws")):
+        for field in fields(data):
+            name, value = f"{owner}.{field.name}", getattr(data, field.name)
+            refuse(ValueError, name, value[0])
+            refuse(ValueError, name, value[..., None])
+            refuse(
+                ValueError,
+                name,
+                torch.cat((value, value)) if field.name != "latents" else value[:0],
+            )
+            refuse(TypeError, name, value.to(torch.complex64))
+            refuse(TypeError, name, value.int())
+            if owner == "draws":
+                refuse(TypeError, name, value.double())
+    refuse(ValueError, "window.latents", window.latents[:, :, :5])
+    refuse(ValueError, "draws.chunk_times", draws.chunk_times[:, :1])
+    for offset in (-1, policy.config.backbone.rope.frame_stride):
+        refuse(ValueError, "draws.offsets", torch.full_like(draws.offsets, offset))
+
+
+def test_refuses_what_is_no_window_and_no_draws() -> None:
+    policy, settings = PraxisPolicy(tiny_config()), ObjectiveSettings()
+    window, draws = small_window(policy.config), _draws(policy.config, settings, windows=1)
+    for given in (({}, draws, settings), (window, {}, settings), (window, draws, {})):
+        with pytest.raises(TypeError, match="not dict"):
+            praxis_loss(policy, *given)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="window.text must be a tensor, not NoneType"):
+        praxis_loss(policy, replace(window, text=None), draws, settings)  # type: ignore[arg-type]
+    for windows, error in ((0, ValueError), (True, TypeError), (1.0, TypeError)):
+        with pytest.raises(error, match="windows="):
+            draw(policy.config, settings, torch.Generator(), windows=windows)  # type: ignore[arg-type]
+
+
+>>>>>>> f212da6 (Refuse what is no policy, config or window, and options of sampling out of range)
 class _Oracle(nn.Module):
     """Knows the data, and so the velocity from any mix of it and noise; notes its calls."""
 
     def __init__(self, window: PraxisWindow) -> None:
         super().__init__()
+        self.policy = PraxisPolicy(tiny_config())  # whose calls it answers
         self.window, self.calls = window, list[dict[str, Any]]()
 
     def forward(self, **inputs: Any) -> PraxisOutput:
@@ -270,8 +322,68 @@ def test_sampling_repeats_with_its_generator() -> None:
     assert torch.equal(first.actions, again.actions)
     assert not torch.equal(first.actions, other.actions)
     assert first.latents.isfinite().all()
-    with pytest.raises(ValueError, match="steps=0"):
-        sample(policy, window, steps=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"steps": 0}, ValueError),
+        ({"steps": True}, TypeError),
+        ({"steps": 2.0}, TypeError),
+        ({"flow_shift": 0.0}, ValueError),
+        ({"flow_shift": -1.0}, ValueError),
+        ({"flow_shift": math.inf}, ValueError),
+        ({"flow_shift": "1"}, TypeError),
+        ({"video_guidance": math.nan}, ValueError),
+        ({"action_guidance": None}, TypeError),
+        ({"action_guidance": -math.inf}, ValueError),
+    ],
+)
+def test_sampling_refuses(option: dict[str, Any], error: type[Exception]) -> None:
+    oracle = _Oracle(small_window(tiny_config()))
+    with pytest.raises(error, match=next(iter(option))):
+        sample(oracle, oracle.window, **option)
+    assert oracle.calls == []
+
+
+def test_sampling_refuses_windows_of_other_shapes() -> None:
+    oracle = _Oracle(small_window(tiny_config()))
+    for name in ("latents", "actions", "proprio"):
+        other = replace(
+            oracle.window, **{name: getattr(oracle.window, name).repeat_interleave(3, -2)}
+        )
+        with pytest.raises(ValueError, match=f"window.{name} has shape"):
+            sample(oracle, other)
+    five = replace(oracle.window, latents=oracle.window.latents[:, :, :5])
+    with pytest.raises(ValueError, match="window.latents has shape"):
+        sample(oracle, five)
+
+
+def test_functions_refuse_what_is_no_policy_and_take_a_wrapper_of_one() -> None:
+    policy, settings = small_policy(), ObjectiveSettings()
+    window, draws = small_window(policy.config), _draws(policy.config, settings, windows=1)
+    for given in (nn.Linear(2, 2), nn.ModuleList([policy, small_policy()]), None, policy.config):
+        with pytest.raises(TypeError, match="sample takes a PraxisPolicy, or a module that"):
+            sample(given, window)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="praxis_loss takes a PraxisPolicy, or a module that"):
+            praxis_loss(given, window, draws, settings)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="trains_backbone takes a PraxisPolicy, or a module"):
+            trains_backbone(given)  # type: ignore[arg-type]
+    wrapper = _Wrapper(policy)
+    assert trains_backbone(wrapper)
+    with torch.no_grad():
+        mine, inner = (praxis_loss(p, window, draws, settings).total for p in (wrapper, policy))
+    assert torch.equal(mine, inner)
+
+
+class _Wrapper(nn.Module):
+    def __init__(self, policy: PraxisPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, **inputs: Any) -> PraxisOutput:
+        output: PraxisOutput = self.policy(**inputs)
+        return output
 
 
 def test_actions_go_to_tokens_and_back() -> None:
@@ -290,6 +402,19 @@ def test_actions_go_to_tokens_and_back() -> None:
     assert normalize_proprio(torch.full((1, 7), 3.0), config).tolist() == [[1.0] * 7]
     with pytest.raises(ValueError, match="multiple of 4"):
         encode_actions(rows[:, :23], config)
+
+
+@pytest.mark.parametrize(
+    ("convert", "width"), [(encode_actions, 5), (decode_actions, 20), (normalize_proprio, 7)]
+)
+def test_conversions_refuse_what_would_broadcast_or_truncate(convert: Any, width: int) -> None:
+    config = tiny_config()
+    assert convert(torch.zeros(1, 4, width), config).is_floating_point()
+    for shape in ((1, 4, 1), (1, 4, 2 * width), (width, 4), ()):
+        with pytest.raises(ValueError, match=rf"have shape \[.*{width}"):
+            convert(torch.zeros(shape), config)
+    with pytest.raises(TypeError, match="are torch.int64, they must be floating"):
+        convert(torch.zeros(1, 4, width).long(), config)
 
 
 def _draws(config: PraxisConfig, settings: ObjectiveSettings, windows: int = 2) -> Draws:

@@ -11,9 +11,9 @@ from shardwalk.model_praxis.action_expert import ActionExpert
 from shardwalk.model_praxis.backbone import Backbone
 from shardwalk.model_praxis.config import MoeTrainingSettings, PraxisConfig
 from shardwalk.model_praxis.parallelize import PraxisModelParallelizer
+from shardwalk.model_praxis.policy_parts import policy_in
 from shardwalk.model_praxis.state_dict import PraxisStateDictAdapter
 from shardwalk.parallelizer_core import ModelParallelizer, StateDictAdapter
-from shardwalk.parallelizer_core.parallel_state import unwrap_model
 
 
 class PraxisOutput(NamedTuple):
@@ -44,6 +44,9 @@ class PraxisPolicy(nn.Module):
     Args:
         config: the whole configuration.
         training: what training does to the routers; by default nothing.
+
+    Raises:
+        TypeError: for documents in place of what is read from them.
     """
 
     parallelizer: ClassVar[ModelParallelizer] = PraxisModelParallelizer()
@@ -54,6 +57,16 @@ class PraxisPolicy(nn.Module):
         self, config: PraxisConfig, *, training: MoeTrainingSettings | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(config, PraxisConfig):
+            raise TypeError(
+                f"config must be a PraxisConfig, not {type(config).__name__}; read a document with "
+                f"PraxisConfig.from_dict"
+            )
+        if not isinstance(training, MoeTrainingSettings | None):
+            raise TypeError(
+                f"training must be MoeTrainingSettings, not {type(training).__name__}; read a "
+                f"document with MoeTrainingSettings.from_dict"
+            )
         self.config = config
         self.state_dict_adapter = PraxisStateDictAdapter()
         self.backbone = Backbone(config, training)
@@ -84,7 +97,7 @@ class PraxisPolicy(nn.Module):
             ValueError: for tensors whose shapes do not fit together or the configuration.
         """
         self._check_actions(noised, actions, action_times, proprio)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and trains_backbone(self)):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and _is_trained(self.backbone)):
             video = self.backbone(
                 noised=noised, clean=clean, anchor=anchor, text=text, times=times,
                 offsets=offsets, decode=decode,
@@ -130,8 +143,13 @@ def trains_backbone(policy: nn.Module) -> bool:
     If not, training needs neither the backbone's graph nor its decoder.
 
     Args:
-        policy: a `PraxisPolicy`, in whatever strategy wrapped it.
+        policy: a `PraxisPolicy`, or a module that holds one, such as a strategy's wrapper.
+
+    Raises:
+        TypeError: it neither is nor holds one.
     """
-    inner = unwrap_model(policy)
-    assert isinstance(inner, PraxisPolicy)
-    return any(parameter.requires_grad for parameter in inner.backbone.parameters())
+    return _is_trained(policy_in(policy, "trains_backbone").backbone)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

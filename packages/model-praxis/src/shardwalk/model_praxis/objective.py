@@ -17,6 +17,12 @@ from torch import Tensor, nn
 from shardwalk.model_praxis.draws import Draws, ObjectiveSettings, PraxisWindow
 from shardwalk.model_praxis.model import PraxisOutput, trains_backbone
 
+_WINDOW_DIMS = {"latents": 5, "anchor": 5, "text": 3, "blank_text": 3, "proprio": 3, "actions": 3}
+_DRAW_DIMS = {
+    "window_time": 1, "window_noise": 5, "chunk_times": 2, "action_times": 2, "action_noise": 3,
+    "drop_text": 1, "drop_proprio": 1, "offsets": 2,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedWindow:
@@ -84,6 +90,14 @@ def _finite_actions(window: PraxisWindow) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check_shapes(window: PraxisWindow, draws: Draws) -> None:
+    for owner, data, dims in (("window", window, _WINDOW_DIMS), ("draws", draws, _DRAW_DIMS)):
+        for name, ndim in dims.items():
+            shape = getattr(data, name).shape
+            if len(shape) != ndim or shape[0] != window.size:
+                raise ValueError(
+                    f"{owner}.{name} has shape {list(shape)}, it must have {ndim} dimensions, the "
+                    f"first for the {window.size} windows of window.latents"
+                )
     for name, given, drawn in (
         ("latents", window.latents, draws.window_noise),
         ("actions", window.actions, draws.action_noise),

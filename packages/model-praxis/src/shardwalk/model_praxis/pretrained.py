@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwalk.model_praxis.config import PraxisConfig
 from shardwalk.model_praxis.config_sections import PraxisConfigError
-from shardwalk.model_praxis.model import PraxisPolicy
+from shardwalk.model_praxis.policy_parts import policy_in
 from shardwalk.model_praxis.state_dict import is_fp32_in_files
 from shardwalk.parallelizer_core import StateDictAdapter, export_safetensors
 from shardwalk.parallelizer_core.agreed_failure import on_all_ranks
@@ -39,7 +39,8 @@ def save_pretrained(
     lists as float32 (``fp32_tensors``). `materialize` reads the folder onto any mesh.
 
     Args:
-        policy: a `PraxisPolicy` on any mesh; one with adapters needs `merge_lora` first.
+        policy: a `PraxisPolicy` on any mesh, or a module that holds one, of which the policy alone
+            is written; one with adapters needs `merge_lora` first.
         folder: made when it is not there.
         config_from: a folder whose ``config.json`` is copied as it stands there; None writes that
             of the policy, with all defaults spelled out.
@@ -48,10 +49,12 @@ def save_pretrained(
     Raises:
         FileNotFoundError: `config_from` has no ``config.json``.
         ValueError: that one describes another policy; and what `export_safetensors` raises.
+        TypeError: `policy` neither is nor holds a `PraxisPolicy`.
         TypeError, RuntimeError: those of `export_safetensors`.
     """
-    inner = unwrap_model(policy)
-    assert isinstance(inner, PraxisPolicy)
+    inner = policy_in(policy, "save_pretrained")
+    if unwrap_model(policy) is not inner:
+        policy = inner
     document, dtype = _document(inner.config, config_from), inner.config.dtype
     adapter = _StoredAs(inner.state_dict_adapter, dtype)
     with shown(inner, config=_ConfigFile(document), state_dict_adapter=adapter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwalk.model_praxis.draws import PraxisWindow, shift_time
+from shardwalk.model_praxis.policy_parts import policy_in
+from shardwalk.model_praxis.window_checks import check_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,9 @@ def sample(
     Video and actions go from time 1 to 0 together, in equal steps of the actions' time.
 
     Args:
-        policy: a `PraxisPolicy`, parallelized or not; all ranks that hold it call this together.
+        policy: a `PraxisPolicy`, parallelized or not, or a wrapper that passes its calls on; all
+            ranks that hold it call this together, with equal steps and guidances, which decide how
+            often the policy runs.
         window: gives anchor, text, poses and the clean chunks; its last chunk and its actions give
             their shapes alone.
         steps: Euler steps.
@@ -51,10 +56,13 @@ def sample(
         generator: for the noise; on its device, or on the CPU's default one, noise is drawn.
 
     Raises:
-        ValueError: for less than one step.
+        TypeError: `policy` neither is nor holds a `PraxisPolicy`; an option, or a tensor of the
+            window, of another type.
+        ValueError: an option out of range; a tensor of the window of another shape.
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be 1 or more")
+    config = policy_in(policy, "sample").config
+    _check_options(steps, flow_shift, video_guidance, action_guidance)
+    check_window(config, window)
     guidances = (video_guidance, action_guidance)
     video, actions = (_noise_like(x, generator) for x in (window.latents, window.actions))
     uniform = torch.linspace(1, 0, steps + 1)
@@ -64,6 +72,27 @@ def sample(
         video = video + (after[0] - now[0]) * velocities[0]
         actions = actions + (after[1] - now[1]) * velocities[1]
     return PraxisSample(latents=video, actions=actions)
+
+
+def _check_options(
+    steps: int, flow_shift: float, video_guidance: float, action_guidance: float
+) -> None:
+    numbers = {
+        "flow_shift": flow_shift,
+        "video_guidance": video_guidance,
+        "action_guidance": action_guidance,
+    }
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps={steps!r} must be an integer")
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be 1 or more")
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name}={value!r} must be a number")
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite")
+    if flow_shift <= 0:
+        raise ValueError(f"flow_shift={flow_shift} must be above 0")
 
 
 def _noise_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
