@@ -210,12 +210,10 @@ def test_refuses_settings(option: dict[str, Any], error: type[Exception]) -> Non
 def test_refuses_draws_for_other_windows() -> None:
     policy, settings = PraxisPolicy(tiny_config()), ObjectiveSettings()
     draws = _draws(policy.config, settings, windows=1)
-    with pytest.raises(ValueError, match="window.latents has shape"):
+    with pytest.raises(ValueError, match="draws.window_time has shape .1., it must have .2."):
         praxis_loss(policy, small_window(policy.config, windows=2), draws, settings)
 
 
-<<<<<<< HEAD
-=======
 @pytest.mark.parametrize("windows", [1, 2])
 def test_refuses_every_tensor_of_another_shape_or_dtype(windows: int) -> None:
     """Without a check most of these broadcast: a loss of other data, or of one window's."""
@@ -263,7 +261,6 @@ def test_refuses_what_is_no_window_and_no_draws() -> None:
             draw(policy.config, settings, torch.Generator(), windows=windows)  # type: ignore[arg-type]
 
 
->>>>>>> f212da6 (Refuse what is no policy, config or window, and options of sampling out of range)
 class _Oracle(nn.Module):
     """Knows the data, and so the velocity from any mix of it and noise; notes its calls."""
 

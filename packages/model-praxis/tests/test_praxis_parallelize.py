@@ -11,6 +11,7 @@ from praxis_sharding_toys import BF16, FULL, context, mesh_of
 from praxis_toys import tiny_config
 from praxis_windows import small_policy
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
 
@@ -25,6 +26,7 @@ from shardwalk.model_praxis.parallelize import (
     _policy,
     shard_policy,
 )
+from shardwalk.model_praxis.policy_parts import refuse_shared_blocks
 from shardwalk.moe_ep import MoE
 from shardwalk.parallelizer_core import describe_units, parallelize_model
 from shardwalk.parallelizer_core.layers import find_block_stacks
@@ -110,6 +112,79 @@ def test_defaults() -> None:
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert not policy.cast_forward_inputs
     assert _mp_policy(FULL) is FULL
+
+
+def refused_alone(**given: Any) -> tuple[str, bool]:
+    policy = small_policy()
+    arguments = {"policy": policy, "mesh": mesh_of(), "mp_policy": FULL} | given
+    with pytest.raises((TypeError, ValueError)) as error:
+        shard_policy(**arguments)
+    return f"{type(error.value).__name__}: {error.value}", _is_untouched(policy)
+
+
+def refused_arguments() -> list[tuple[str, bool]]:
+    cases = (
+        {"policy": nn.Linear(2, 2), "mesh": None},
+        {"policy": {}},
+        {"mesh": 2},
+        {"moe_mesh": "ep"},
+        {"moe_mesh": mesh_of(1, 1, names=("ep_shard", "data"))},
+        {"moe_mesh": DeviceMesh("cpu", [0])},
+        {"reshard_after_forward": 1},
+        {"ignore_router_for_ac": None},
+        {"activation_checkpointing": 1},
+        {"activation_checkpointing": None},
+    )
+    return [refused_alone(**case) for case in cases]
+
+
+def test_shard_policy_refuses_what_it_cannot_take() -> None:
+    found = run_on_ranks(1, refused_arguments)[0]
+    starts = (
+        "TypeError: Linear holds 0 Praxis policies; shard_policy takes a PraxisPolicy",
+        "TypeError: shard_policy takes a PraxisPolicy, or a module that holds one, not {}",
+        "TypeError: mesh must be a DeviceMesh, not 2",
+        "TypeError: moe_mesh must be a DeviceMesh or None, not 'ep'",
+        "ValueError: moe_mesh has the axes ('ep_shard', 'data'), and none is called 'ep'",
+        "ValueError: moe_mesh has unnamed axes, and none is called 'ep'",
+        "TypeError: reshard_after_forward=1 must be True, False or None",
+        "TypeError: ignore_router_for_ac=None must be True or False",
+        "TypeError: activation_checkpointing=1 must be",
+        "TypeError: activation_checkpointing=None must be",
+    )
+    for (message, is_untouched), start in zip(found, starts, strict=True):
+        assert message.startswith(start)
+        assert is_untouched
+
+
+def test_blocks_with_weights_in_common_are_refused() -> None:
+    shared, tied, to_root = small_policy(), small_policy(), small_policy()
+    shared.backbone.encoder.blocks[2] = shared.backbone.encoder.blocks[1]
+    tied.backbone.decoder.blocks[0].norm1 = tied.backbone.encoder.blocks[0].norm1
+    to_root.action_expert.layers[0].attn.q_proj.weight = to_root.action_expert.head.weight
+    within = small_policy()
+    within.backbone.encoder.blocks[0].norm1 = within.backbone.encoder.blocks[0].norm2
+    refuse_shared_blocks(within)
+    for policy, places in (
+        (shared, ("backbone.encoder.blocks.1.", "backbone.encoder.blocks.2.")),
+        (tied, ("backbone.encoder.blocks.0.norm1.", "backbone.decoder.blocks.0.norm1.")),
+        (to_root, ("action_expert.layers.0.attn.", "action_expert.head.weight")),
+    ):
+        with pytest.raises(ValueError, match="are one parameter") as error:
+            refuse_shared_blocks(policy)
+        assert all(place in str(error.value) for place in places)
+
+
+def shared_in_context() -> str:
+    policy = small_policy()
+    policy.backbone.encoder.blocks[2] = policy.backbone.encoder.blocks[1]
+    with pytest.raises(ValueError, match="are one parameter"):
+        parallelize_model(policy, context())
+    return "untouched" if _is_untouched(policy) else "touched"
+
+
+def test_shared_blocks_are_refused_before_units_are_made() -> None:
+    assert run_on_ranks(1, shared_in_context) == ["untouched"]
 
 
 def test_parts_of_the_policy() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from praxis_toys import tiny_config, tiny_document
 from praxis_windows import small_inputs, small_policy, small_window
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwalk.mesh import DistributedSetup, MeshContext, ParallelismSizes
@@ -184,6 +184,18 @@ def test_dtypes_config_and_sums_are_those_of_the_document(tmp_path: Path) -> Non
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
         for name in ("config.json", "model.safetensors")
     }
+
+
+def test_a_wrapper_is_written_as_its_policy(tmp_path: Path) -> None:
+    policy = small_policy()
+    save_pretrained(nn.ModuleDict({"held": policy}), tmp_path / "wrapped")
+    save_pretrained(policy, tmp_path / "plain")
+    for name in ("SHA256SUMS", "config.json", "model.safetensors"):
+        assert (tmp_path / "wrapped" / name).read_bytes() == (
+            tmp_path / "plain" / name
+        ).read_bytes()
+    with pytest.raises(TypeError, match="Linear holds 0 Praxis policies; save_pretrained takes"):
+        save_pretrained(nn.Linear(2, 2), tmp_path / "none")
 
 
 def test_another_config_is_not_copied(tmp_path: Path) -> None:

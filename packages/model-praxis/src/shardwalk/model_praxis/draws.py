@@ -146,7 +146,15 @@ def draw(
     """Draw what a micro-step of so many windows needs, on the generator's device.
 
     Every number is drawn whatever the settings, so that a rate or a shift changes no other draw.
+
+    Raises:
+        TypeError: `windows` is no integer.
+        ValueError: `windows` is below 1.
     """
+    if isinstance(windows, bool) or not isinstance(windows, int):
+        raise TypeError(f"windows={windows!r} must be an integer")
+    if windows < 1:
+        raise ValueError(f"windows={windows} must be 1 or more")
 
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, device=generator.device)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from shardwalk.model_praxis.draws import Draws, ObjectiveSettings, PraxisWindow
 from shardwalk.model_praxis.model import PraxisOutput, trains_backbone
+from shardwalk.model_praxis.policy_parts import policy_in
+from shardwalk.model_praxis.window_checks import check_draws, check_window
 
 _WINDOW_DIMS = {"latents": 5, "anchor": 5, "text": 3, "blank_text": 3, "proprio": 3, "actions": 3}
 _DRAW_DIMS = {
@@ -141,16 +143,24 @@ def praxis_loss(
     When nothing of the backbone is trained, the decoder does not run and the video has no term.
 
     Args:
-        policy: a `PraxisPolicy`, parallelized or not.
+        policy: a `PraxisPolicy`, parallelized or not, or a wrapper that passes its calls on.
         window: on the policy's device.
         draws: on the same device.
         settings: weights, guard and rounding; the ones the draws were made with.
 
     Raises:
-        ValueError: when window and draws are of different shapes.
+        TypeError: `policy` neither is nor holds a `PraxisPolicy`; a tensor of another dtype.
+        ValueError: a tensor of windows or draws whose shape is not that of the configuration and
+            of as many windows; offsets out of range. Before anything is computed, on this rank
+            alone: ranks whose windows are right wait for it until the group's timeout.
     """
+    inner = policy_in(policy, "praxis_loss")
+    if not isinstance(settings, ObjectiveSettings):
+        raise TypeError(f"settings must be ObjectiveSettings, not {type(settings).__name__}")
+    chunks = check_window(inner.config, window)
+    check_draws(inner.config, draws, windows=window.size, chunks=chunks)
     noised = noise_window(window, draws, settings)
-    output: PraxisOutput = policy(**noised.inputs, decode=trains_backbone(policy))
+    output: PraxisOutput = policy(**noised.inputs, decode=trains_backbone(inner))
     action, is_cut = guarded_action_loss(
         output.action_velocity, noised.action_target, settings.action_guard, noised.is_usable
     )

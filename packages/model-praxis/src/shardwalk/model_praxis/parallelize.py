@@ -21,7 +21,11 @@ from shardwalk.model_praxis.policy_parts import expert_meshes as _expert_meshes
 from shardwalk.model_praxis.policy_parts import moe_of as _moe_of
 from shardwalk.model_praxis.policy_parts import policy_in as _policy
 from shardwalk.model_praxis.policy_walk import PolicyWalk, walk_policy
-from shardwalk.model_praxis.walk_options import DenseOptions, refuse_moe_config
+from shardwalk.model_praxis.walk_options import (
+    DenseOptions,
+    refuse_arguments,
+    refuse_moe_config,
+)
 from shardwalk.model_praxis.walk_options import mp_policy_or_default as _mp_policy
 from shardwalk.moe_ep.spreading import warn_of_new_routes
 from shardwalk.moe_ep.walk import WalkOptions
@@ -151,9 +155,20 @@ def shard_policy(
             it to torch.
 
     Raises:
-        ValueError: for a policy that is sharded already, experts that the ep axis cannot hold, a
-            moe mesh over other ranks; before anything is changed and on every rank alike.
+        TypeError: `policy` neither is nor holds a `PraxisPolicy`; a mesh or an option of another
+            type.
+        ValueError: for a policy that is sharded already, blocks with weights in common, experts
+            that the ep axis cannot hold, a moe mesh over other ranks or without an ep axis; before
+            anything is changed and on every rank alike.
     """
+    _policy(policy, "shard_policy")
+    refuse_arguments(
+        mesh,
+        moe_mesh,
+        activation_checkpointing=activation_checkpointing,
+        ignore_router_for_ac=ignore_router_for_ac,
+        reshard_after_forward=reshard_after_forward,
+    )
     refuse_model(policy)
     refuse_unshardable(policy)
     refuse_checkpointing(policy, activation_checkpointing)

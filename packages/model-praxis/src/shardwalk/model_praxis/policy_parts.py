@@ -18,17 +18,19 @@ if TYPE_CHECKING:  # the policy's class carries the sidecar
 _WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls its module
 
 
-def policy_in(model: nn.Module) -> PraxisPolicy:
+def policy_in(model: nn.Module, asker: str = "PraxisModelParallelizer") -> PraxisPolicy:
     """The policy in `model`: itself, or the one that a wrapper holds.
 
     Raises:
-        TypeError: there is none, or several.
+        TypeError: there is none, or several; names who asked.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{asker} takes a PraxisPolicy, or a module that holds one, not {model!r}")
     found = [module for module in model.modules() if _is_policy(module)]
     if len(found) != 1:
         raise TypeError(
-            f"{type(model).__name__} holds {len(found)} Praxis policies; PraxisModelParallelizer "
-            f"shards a module that is one, or holds one"
+            f"{type(model).__name__} holds {len(found)} Praxis policies; {asker} takes a "
+            f"PraxisPolicy, or a module that holds one"
         )
     return cast("PraxisPolicy", found[0])
 
@@ -46,6 +48,28 @@ def block_lists(policy: PraxisPolicy) -> tuple[nn.ModuleList, ...]:
         policy.backbone.decoder.blocks,
         policy.action_expert.layers,
     )
+
+
+def refuse_shared_blocks(policy: PraxisPolicy) -> None:
+    """Refuse a block in two places, and a weight of a block that something outside of it has too.
+
+    A unit takes the weights of its block, and another place would be left with what they were.
+
+    Raises:
+        ValueError: names both places.
+    """
+    blocks = {block for stack in block_lists(policy) for block in stack}
+    places = {name for name, module in policy.named_modules(remove_duplicate=False)
+              if module in blocks}  # fmt: skip
+    first: dict[nn.Parameter, tuple[str, str | None]] = {}
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        block = next((place for place in places if name.startswith(f"{place}.")), None)
+        other, other_block = first.setdefault(parameter, (name, block))
+        if other_block != block:
+            raise ValueError(
+                f"{other} and {name} are one parameter, and every block of a Praxis policy is a "
+                f"unit with weights of its own; give each its own copy"
+            )
 
 
 def moe_of(block: nn.Module) -> MoE | None:

@@ -20,6 +20,7 @@ from shardwalk.model_praxis.policy_parts import (
     expert_meshes,
     moe_of,
     policy_in,
+    refuse_shared_blocks,
     unwrapped_block,
 )
 from shardwalk.model_praxis.walk_options import (
@@ -158,6 +159,7 @@ def walk_policy(
     """Refuse, compare the starts of the ranks, then change the policy in `model`."""
     policy = policy_in(model)
     refuse_surroundings(policy, model)
+    refuse_shared_blocks(policy)
     spread = walk.plan(policy)
 
     def reapply() -> None:

@@ -53,14 +53,16 @@ def save_pretrained(
         TypeError, RuntimeError: those of `export_safetensors`.
     """
     inner = policy_in(policy, "save_pretrained")
+    context = shared_mesh_context([policy, inner])
+    group = None if context is None else context.process_group
     if unwrap_model(policy) is not inner:
         policy = inner
     document, dtype = _document(inner.config, config_from), inner.config.dtype
     adapter = _StoredAs(inner.state_dict_adapter, dtype)
     with shown(inner, config=_ConfigFile(document), state_dict_adapter=adapter):
-        export_safetensors(policy, folder, dtype=dtype, max_file_size=max_file_size)
-    context = shared_mesh_context([policy])
-    group = None if context is None else context.process_group
+        export_safetensors(
+            policy, folder, dtype=dtype, max_file_size=max_file_size, process_group=group
+        )
     is_first = not dist.is_initialized() or dist.get_rank(group) == 0
     on_all_ranks(lambda: _write_sums(Path(folder)) if is_first else None, group)
 

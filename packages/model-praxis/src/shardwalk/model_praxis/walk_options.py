@@ -122,6 +122,38 @@ def refuse_moe_config(config: MoEParallelizerConfig) -> None:
         )
 
 
+def refuse_arguments(
+    mesh: object, moe_mesh: object, *, activation_checkpointing: object, **flags: object
+) -> None:
+    """Refuse meshes that are none or have no ep axis, and options of another type.
+
+    Raises:
+        TypeError: names the argument.
+        ValueError: names the axes of the moe mesh.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, not {mesh!r}")
+    if not isinstance(moe_mesh, DeviceMesh | None):
+        raise TypeError(f"moe_mesh must be a DeviceMesh or None, not {moe_mesh!r}")
+    if moe_mesh is not None and "ep" not in (moe_mesh.mesh_dim_names or ()):
+        axes = moe_mesh.mesh_dim_names
+        raise ValueError(
+            f"moe_mesh has {f'the axes {axes}' if axes else 'unnamed axes'}, and none is called "
+            f"'ep'; name its axes with mesh_dim_names, or pass moe_mesh=None to spread no experts"
+        )
+    if not isinstance(activation_checkpointing, bool | str):
+        raise TypeError(
+            f"activation_checkpointing={activation_checkpointing!r} must be True, False, 'full' or "
+            f"'selective'"
+        )
+    for name, value in flags.items():
+        may_be_none = name == "reshard_after_forward"
+        if not isinstance(value, bool) and not (value is None and may_be_none):
+            raise TypeError(
+                f"{name}={value!r} must be True{', False or None' if may_be_none else ' or False'}"
+            )
+
+
 def refuse_moe_mesh(ep: DeviceMesh, shards: DeviceMesh | None, mesh: DeviceMesh) -> None:
     """Refuse experts that lie over other ranks than the rest.
 
