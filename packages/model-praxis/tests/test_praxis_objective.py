@@ -223,10 +223,10 @@ def test_refuses_every_tensor_of_another_shape_or_dtype(windows: int) -> None:
 
     def refuse(error: type[Exception], name: str, value: Tensor) -> None:
         owner, field = name.split(".")
-        given = {"window": window, "draws": draws}
-        given[owner] = replace(given[owner], **{field: value})  # type: ignore[type-var]
+        given: dict[str, Any] = {"window": window, "draws": draws}
+        given[owner] = replace(given[owner], **{field: value})
         with pytest.raises(error, match=name):
-            praxis_loss(policy, given["window"], given["draws"], settings)  # type: ignore[arg-type]
+            praxis_loss(policy, given["window"], given["draws"], settings)
 
     for data, owner in ((window, "window"), (draws, "draws")):
         for field in fields(data):
@@ -251,11 +251,12 @@ def test_refuses_every_tensor_of_another_shape_or_dtype(windows: int) -> None:
 def test_refuses_what_is_no_window_and_no_draws() -> None:
     policy, settings = PraxisPolicy(tiny_config()), ObjectiveSettings()
     window, draws = small_window(policy.config), _draws(policy.config, settings, windows=1)
-    for given in (({}, draws, settings), (window, {}, settings), (window, draws, {})):
+    cases: list[Any] = [({}, draws, settings), (window, {}, settings), (window, draws, {})]
+    for given in cases:
         with pytest.raises(TypeError, match="not dict"):
-            praxis_loss(policy, *given)  # type: ignore[arg-type]
+            praxis_loss(policy, *given)
     with pytest.raises(TypeError, match="window.text must be a tensor, not NoneType"):
-        praxis_loss(policy, replace(window, text=None), draws, settings)  # type: ignore[arg-type]
+        praxis_loss(policy, replace(window, text=None), draws, settings)
     for windows, error in ((0, ValueError), (True, TypeError), (1.0, TypeError)):
         with pytest.raises(error, match="windows="):
             draw(policy.config, settings, torch.Generator(), windows=windows)  # type: ignore[arg-type]

@@ -123,7 +123,7 @@ def refused_alone(**given: Any) -> tuple[str, bool]:
 
 
 def refused_arguments() -> list[tuple[str, bool]]:
-    cases = (
+    cases: tuple[dict[str, Any], ...] = (
         {"policy": nn.Linear(2, 2), "mesh": None},
         {"policy": {}},
         {"mesh": 2},
