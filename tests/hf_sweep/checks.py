@@ -172,6 +172,12 @@ def is_fine(check: str, outcome: str) -> bool:
     return outcome == "equal" or (check == "tp2" and outcome.startswith("refused"))
 
 
+def is_ours(trace: str) -> bool:
+    """Whether the last frame of the rank that failed first stands in shardwalk."""
+    files = re.findall(r'File "([^"]*)", line', trace.partition("also rank")[0])
+    return bool(files) and "/shardwalk/" in files[-1]
+
+
 def outcome_of(error: Exception) -> str:
     """One line for what went wrong."""
     text = str(error)
@@ -185,5 +191,7 @@ def outcome_of(error: Exception) -> str:
             r'File "[^"]*/([^"/]+)", line (\d+), in (\w+)', text.partition("also rank")[0]
         )
         where = f" ({frames[-1][0]}:{frames[-1][1]} in {frames[-1][2]})" if frames else ""
+        if first.startswith("ValueError: ") and is_ours(text):
+            return f"refused: {first.partition(': ')[2]} (in the first step)"
         return f"{'dies' if 'died with' in first else 'error'}: {first[:300]}{where}"
     return f"error: {' '.join(text.split())[:300]}"

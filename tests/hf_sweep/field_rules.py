@@ -21,6 +21,7 @@ class Sizes:
         layers: of every stack, where no list of kinds asks for more.
         copies: layers of each kind, where lists name kinds.
         experts: of every layer that has them.
+        multiples: whether a width that is a multiple of its tower's stays that multiple.
         image, patch: pixels of the edge of an image and of a patch.
         set: fields with values of their own, by name, wherever they stand.
     """
@@ -33,6 +34,7 @@ class Sizes:
     layers: int = 2
     copies: int = 1
     experts: int = 4
+    multiples: bool = True
     image: int = 16
     patch: int = 4
     set: tuple[tuple[str, Any], ...] = ()
@@ -69,7 +71,11 @@ RULES: list[tuple[str, Target]] = [
     (r"chunk_size_feed_forward|chunk_size_lm_head|seed|vocab_offset", _as_is),
     (r".*(kernel|stride|padding|dilation|factor|mult|expand|temporal|ratio|_rate).*", _at_most(16)),
     (r"type_vocab_size|additional_vocab_size|task_type_vocab_size|.*segment_types", _at_most(8)),
-    (r"index_kpool", _at_most(2)),
+    (r"index_kpool|num_codebooks", _at_most(2)),
+    (r"axial_pos_embds_dim", lambda sizes, value: sizes.width // 2),
+    (r"axial_pos_shape|(local|lsh)_attn_chunk_length", _at_most(3)),  # of a text of 3 x 3 tokens
+    (r"image_grid_pinpoints", lambda sizes, value: sizes.image * max(1, round(value / 336))),
+    (r".*feature_layers?", lambda sizes, value: min(value, sizes.layers - 1)),
     (r"codebook_size", _at_most(CODES)),
     (r".*vocab.*|.*num_embeddings|num_position_embeddings", _field("vocabulary")),
     (r".*source_positions|max_speech_positions", _at_most(32)),

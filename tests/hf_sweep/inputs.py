@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.hf_sweep.batches import TEXT, Argument, Batch, Constant
+from tests.hf_sweep.batches import LAST_TOKEN, TEXT, Argument, Batch, Constant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,8 @@ MARKS = (
 
 IMAGE_TOKENS = (
     "image_token_id", "image_token_index", "image_patch_id", "im_patch_id", "media_token_id",
+    "video_token_index",
+    "video_token_id",
 )  # fmt: skip
 AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
 
@@ -85,19 +87,18 @@ def batches(model: nn.Module, errors: list[Exception]) -> Iterator[tuple[Batch, 
                     yield _with_image(base, layout, geometry, known, model), layout
                 except Exception as error:
                     errors.append(error)
-        if geometry and "flattened_patches" in names:
-            yield (
-                replace(base, arguments=(*base.arguments, _flattened(geometry))),
-                "flattened patches",
-            )
+        if "flattened_patches" in names:
+            patches = _flattened(geometry, config)
+            yield replace(base, arguments=(*base.arguments, patches)), "flattened patches"
         for layout, argument in _sounds(names, config):
             try:
                 yield _with_sound(base, argument, model), layout
             except Exception as error:
                 errors.append(error)
     yield from ((base, "") for base in bases)
-    if "attention_mask" in names:
-        yield from ((replace(base, ones=("attention_mask",)), "") for base in bases)
+    ones = tuple(name for name in ("attention_mask",) if name in names)
+    marks = tuple(mark for mark in MARKS if mark in names)
+    yield from ((replace(base, ones=ones, marks=marks), "") for base in bases)
 
 
 def _texts(names: set[str], config: Any) -> list[Batch]:
@@ -136,8 +137,9 @@ def _with_image(
     arguments = [pixels, *_about_images(names, geometry, layout)]
     if "high_res_pixel_values" in names:
         arguments.append(Argument(name="high_res_pixel_values", shape=pixels.shape))
-    prefix = _prefix(base, model, arguments, "get_image_features", IMAGE_TOKENS)
     marks = tuple(mark for mark in MARKS if mark in names)
+    marked = "image_embeds_position_mask" in marks
+    prefix = _prefix(base, model, arguments, "get_image_features", IMAGE_TOKENS, marked=marked)
     return replace(base, prefix=prefix, marks=marks, arguments=(*base.arguments, *arguments))
 
 
@@ -149,11 +151,19 @@ def _with_sound(base: Batch, sound: Argument, model: nn.Module) -> Batch:
 
 
 def _prefix(
-    base: Batch, model: nn.Module, arguments: list[Argument], method: str, tokens: tuple[str, ...]
+    base: Batch,
+    model: nn.Module,
+    arguments: list[Argument],
+    method: str,
+    tokens: tuple[str, ...],
+    *,
+    marked: bool = False,
 ) -> tuple[int, ...]:
     """The tokens in the place of which the model puts features of these arguments."""
     given = (getattr(model.config, name, None) for name in tokens)
     token = next((value for value in given if isinstance(value, int)), None)
+    if token is None and marked:
+        token = LAST_TOKEN  # what stands there says nothing, its mark does
     count = count_features(model, [*base.arguments, *arguments], method)
     return (token,) * count if token is not None and base.name == "input_ids" else ()
 
@@ -175,17 +185,14 @@ def _about_images(names: set[str], geometry: Geometry, layout: str) -> list[Argu
     return found
 
 
-def _flattened(geometry: Geometry) -> Argument:
+def _flattened(geometry: Geometry | None, config: Any, side: int = 3) -> Argument:
     """Patches with their row and column before their pixels."""
-    size = geometry.channels * geometry.patch**2
-    noise = torch.randn(
-        (geometry.grid**2, size), generator=torch.Generator().manual_seed(2)
-    ).tolist()
-    row = tuple(
-        (float(at // geometry.grid), float(at % geometry.grid), *pixels)
-        for at, pixels in enumerate(noise)
-    )
-    return Argument(name="flattened_patches", constant=row)
+    known = (first_size(part, "patch_embed_hidden_size") for part in parts_of(config))
+    size = next((size for size in known if size), 0)
+    size = size or (geometry.channels * geometry.patch**2 if geometry else 0)
+    noise = torch.randn((side**2, size), generator=torch.Generator().manual_seed(2)).tolist()
+    rows = [(float(at // side), float(at % side), *pixels) for at, pixels in enumerate(noise)]
+    return Argument(name="flattened_patches", constant=tuple(rows))
 
 
 def _sounds(names: set[str], config: Any) -> Iterator[tuple[str, Argument]]:
@@ -246,7 +253,7 @@ def geometry_of(config: Any) -> Geometry | None:
             channels=first_size(part, "num_channels", "in_channels", "in_chans") or 3,
             image=first_size(part, "image_size") or patch * merge * 2,
             patch=patch,
-            frames=first_size(part, "temporal_patch_size") or 1,
+            frames=first_size(part, "temporal_patch_size", "patch_temporal") or 1,
             merge=merge,
         )
     return None

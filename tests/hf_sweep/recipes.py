@@ -27,7 +27,7 @@ KINDS = {
     "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 }
 BESIDE_TEXT = ("image-text", "speech")  # kinds of which text alone is no more than a way out
-ATTEMPTS = 12
+ATTEMPTS = 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,12 +246,13 @@ def _repairs() -> Iterator[dict[str, Any]]:
     """Changes of a recipe to try in order, where its errors do not name one."""
     yield {"fill": True}
     yield {"sections": True}
-    yield {"fill": False}
+    yield {"sizes": {"multiples": False}}
+    yield {"sizes": {"ffn": 4 * Sizes().width}}
+    yield {"fill": False, "sizes": {"multiples": True, "ffn": Sizes().ffn}}
     yield {"attention": "eager"}
     yield {"fill": True}
     yield {"sizes": {"key_value_heads": 4}}
     yield {"sizes": {"layers": 4, "copies": 2}}
-    yield {"sizes": {"ffn": 4 * Sizes().width}}
     yield {"sizes": {"ffn": Sizes().width}}
 
 

@@ -100,9 +100,12 @@ class _Shrinker:
     def filled(self, key: str, layers: int) -> Any:
         """A value for a size, a list or the token of an image, that the defaults leave open."""
         if ID.fullmatch(key):
-            return self.token(key, 1 << 30) if "image_token" in key else None
+            is_place = "image_token" in key or "video_token" in key
+            return self.token(key, 1 << 30) if is_place else None
         if key.startswith("clip"):
             return 8.0
+        if key.endswith("seed"):
+            return 1
         if key == "vocabulary_map":
             return {"<image>": self.token("image_token_id", 1 << 30)}
         if key == "layer_types":
@@ -148,7 +151,8 @@ class _Shrinker:
         if key == "head_dim" and value == of.get("qk_rope_head_dim"):
             return sizes.head // 2
         is_width = target(sizes, 1 << 20) == sizes.width
-        if is_width and value not in self.widths and width and value % width == 0:
+        is_multiple = sizes.multiples and width and value % width == 0
+        if is_width and is_multiple and value not in self.widths:
             return sizes.width * (value // width)
         return target(sizes, value)
 

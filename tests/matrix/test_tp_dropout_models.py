@@ -42,7 +42,7 @@ def bart() -> nn.Module:
 def adapted() -> nn.Module:
     """Weights that attention drops by a function, and the inputs of adapters."""
     base = MODELS["llama"](False, num_hidden_layers=2, attention_dropout=0.2)
-    targets = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
     return with_adapters(base, target_modules=targets, lora_dropout=0.3)
 
 
@@ -105,6 +105,7 @@ def compared(kind: str) -> None:
         takes_part = any(part in name for part in ("o_proj", "down_proj"))
         assert torch.equal(mask, seen[1][name]) is not takes_part, name
         assert mask.float().mean() == pytest.approx(0.3, abs=0.1), name
+        assert not [n for n, other in seen[0].items() if n != name and torch.equal(mask, other)]
     for mode in ("full", "selective"):
         others = step(kind, mode)
         assert torch.equal(logits, others[0]), mode

@@ -68,6 +68,9 @@ def first_half(folder: Path) -> dict[str, Any]:
         weights = {n: t.full_tensor() for n, t in model_state_dict(model).items()}
         model.unmerge_adapter()
     close(logits_of(model, tokens()).detach(), before)
+    model_state_dict(model)
+    with ignored_warnings():
+        close(logits_of(model.merge_and_unload(), tokens()).detach(), before)
     return {"adapters": adapters, "logits": before, "merged": weights}
 
 

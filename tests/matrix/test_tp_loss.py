@@ -51,7 +51,15 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param("tied"),
+        pytest.param("capped", marks=pytest.mark.widest),
+        pytest.param("adapted head"),
+        pytest.param("trained head", marks=pytest.mark.widest),
+    ],
+)
 def test_training_has_the_numbers_of_one_process(form: str) -> None:
     model, sequence_parallel = FORMS[form]
     parity_case = ParityCase(

@@ -342,6 +342,23 @@ def test_a_cache_is_kept_out_of_a_training_forward(mode: str) -> None:
         model(x, *caches)
 
 
+class TwoStacks(CachedDecoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers = nn.ModuleList([Cached()])
+
+    def forward(self, x: Tensor, past: Cache, other: Cache) -> Tensor:
+        return self.readers[0](super().forward(x, past, past), other)
+
+
+def test_a_cache_from_one_stack_to_another_is_refused() -> None:
+    model, x, cache = checkpointed(TwoStacks, "full"), torch.randn(3, 6), Cache()
+    with pytest.warns(UserWarning, match="passes a cache"):
+        train(model, x, Cache(), Cache())  # each stack its own
+    with pytest.raises(ValueError, match="one cache to the blocks of layers and of readers"):
+        train(model, x, cache, cache)
+
+
 # What it costs where there is nothing to recompute
 
 

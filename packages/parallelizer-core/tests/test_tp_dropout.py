@@ -77,6 +77,8 @@ def with_the_masks_of_ranks(sequence_parallel: bool) -> None:
     loss.backward()
     own = toys.taken()
     ranks = gathered(own)
+    states = gathered(torch.get_rng_state())
+    assert torch.equal(states[0], states[1])
     masks = {
         name: [
             toys.whole_mask(name, [r[name][i] for r in ranks], sequence_parallel=sequence_parallel)

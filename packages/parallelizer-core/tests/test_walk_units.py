@@ -478,6 +478,37 @@ def test_a_pinned_submodule_that_its_parent_reads_stays_whole():
             torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
+class PaddedDecoder(Decoder):
+    """Reads a row of its table beside calling it."""
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.padding()
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+    def padding(self):
+        return self.embed.weight[0]
+
+
+def padded():
+    model = sharded(PaddedDecoder)
+    for _ in range(2):
+        model(ids()).square().mean().backward()
+    return unit_names(model), full_gradients(model)
+
+
+def test_a_table_whose_weight_is_read_stays_in_the_root_unit():
+    torch.manual_seed(7)
+    reference = PaddedDecoder()
+    (2 * reference(ids()).square().mean()).backward()
+    for names, grads in run_on_ranks(2, padded):
+        assert "head" in names
+        assert "embed" not in names
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
 class Listed(Block):
     """Bare parameters in a list that is never called, one of them used twice, one a scalar."""
 

@@ -131,7 +131,8 @@ def whole_mask(name: str, parts: list[Tensor], *, sequence_parallel: bool) -> Te
         first, second = parts
         shared = [min(a, b) for a, b in zip(first.shape, second.shape, strict=True)]
         region: Any = tuple(slice(size) for size in shared)
-        assert not torch.equal(first[region], second[region]), name
+        for mine, other in zip(first[region], second[region], strict=True):
+            assert not torch.equal(mine, other), name
         return torch.cat(parts, dims[kind])
     assert torch.equal(parts[0], parts[1]), name
     return parts[0]

@@ -11,12 +11,13 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwalk.mesh import (
     ActivationCheckpointingScope,
@@ -25,12 +26,14 @@ from shardwalk.mesh import (
     normalize_activation_checkpointing_scope,
 )
 from shardwalk.parallelizer_core.checkpoint_seams import check_seams, context_makers, save_rules
-from shardwalk.parallelizer_core.layers import has_forward, layer_groups
+from shardwalk.parallelizer_core.layers import BlockStack, has_forward, layer_groups
 from shardwalk.parallelizer_core.recompute_attention import AttentionBackends
 from shardwalk.parallelizer_core.recompute_buffers import BuffersOfForward
 from shardwalk.parallelizer_core.recompute_containers import ContainersOfForward
 from shardwalk.parallelizer_core.recompute_replay import ContextPair, RecomputeMark, Together
 from shardwalk.parallelizer_core.selective_checkpointing import graph_contexts, selective_contexts
+
+_cache_stacks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of blocks that were passed a cache
 
 _TORCH_WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls its module
 _PART_WORDS = ("attn", "attention", "mlp", "ffn", "feed_forward", "moe", "experts", "mixer")
@@ -63,7 +66,10 @@ def apply_activation_checkpointing(
         return
     refuse_checkpointing(model, resolved, scope)
     options = _Options(selective=resolved == "selective", model_name=type(model).__qualname__)
-    for block in _blocks(model, scope):
+    options.stacks.update(
+        (block, stack.name) for stack in _stacks(model, scope) for _, block in stack.blocks
+    )
+    for block in options.stacks:
         parts = [block] if whole_layers or options.selective else _parts_of(block)
         for part in parts:
             if not _is_checkpointed(part):  # as part of another block, which shares it
@@ -94,8 +100,9 @@ def refuse_checkpointing(
             )
     if mode:
         _refuse_scope(model, mode, scope)
-        for block in _blocks(model, scope):
-            check_seams(block.modules())
+        for stack in _stacks(model, scope):
+            for _, block in stack.blocks:
+                check_seams(block.modules())
 
 
 def _refuse_scope(
@@ -127,6 +134,7 @@ class _Options:
 
     selective: bool
     model_name: str
+    stacks: dict[nn.Module, str] = field(default_factory=dict)  # of each block
     warned_of_cache: bool = False
 
 
@@ -244,6 +252,7 @@ class CheckpointedForward:
                 f"{self._options.model_name} was called with a cache of {held} positions, which "
                 f"activation checkpointing cannot pass on; disable gradients, or checkpointing"
             )
+        self._refuse_second_stack(value)
         if not self._options.warned_of_cache:
             self._options.warned_of_cache = True
             warnings.warn(
@@ -253,6 +262,18 @@ class CheckpointedForward:
                 stacklevel=2,
             )
         return None
+
+    def _refuse_second_stack(self, cache: Any) -> None:
+        """Refuse a cache that carries keys and values from one stack of blocks to another."""
+        stack = self._options.stacks[self._block]
+        first = _cache_stacks.setdefault(cache, stack)
+        if first != stack:
+            raise ValueError(
+                f"{self._options.model_name} passes one cache to the blocks of {first} and of "
+                f"{stack}, so that these may read what those wrote, and under activation "
+                f"checkpointing blocks get None in its place; set use_cache=False if the model "
+                f"then has none, or use activation_checkpointing=False"
+            )
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -276,12 +297,10 @@ def _is_checkpointed(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), CheckpointedForward)
 
 
-def _blocks(model: nn.Module, scope: ActivationCheckpointingScope | None) -> Iterator[nn.Module]:
+def _stacks(model: nn.Module, scope: ActivationCheckpointingScope | None) -> Iterator[BlockStack]:
     chosen = activation_checkpointing_groups("all" if scope is None else scope)
     for group, stacks in layer_groups(model).items():
-        for stack in stacks if group in chosen else ():
-            for _, block in stack.blocks:
-                yield block
+        yield from stacks if group in chosen else ()
 
 
 def _parts_of(block: nn.Module) -> Sequence[nn.Module]:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwalk.parallelizer_core._torch_compat import is_view, own_linear_outputs
+from shardwalk.parallelizer_core.direct_reads import reads_parameters
 from shardwalk.parallelizer_core.fp32_pins import is_pinned
-from shardwalk.parallelizer_core.fsdp2.direct_reads import reads_parameters
 from shardwalk.parallelizer_core.fsdp2.nested import map_tensors
 from shardwalk.parallelizer_core.fsdp2.policies import pinned_policy, stream_cast, torch_policy
 from shardwalk.parallelizer_core.fsdp2.replicated_parameters import replicate_parameters

@@ -7,20 +7,24 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwalk.parallelizer_core.direct_reads import modules_read_by_others
 from shardwalk.parallelizer_core.ties import SharedParameters
 
 
 def untied_trainable_tables(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Each trainable table outside the units that shares no weight, and whether it is a head.
+    """Each trainable table outside the units that stands for itself, and whether it is a head.
+
+    One that shares its weight, or whose weight another module reads, stays in the root unit.
 
     They are what `get_input_embeddings()` and `get_output_embeddings()` name; in a model without
     these, every `nn.Embedding`, and every `nn.Linear` with as many rows as one of them.
     """
     inputs = _input_tables(model)
     heads = _output_heads(model, inputs)
-    shared = SharedParameters(model)
+    shared, read = SharedParameters(model), modules_read_by_others(model)
     for table in dict.fromkeys([*inputs, *heads]):
-        if table is not model and _is_trainable(table) and not shared.leave(table):
+        is_free = table is not model and table not in read and not shared.leave(table)
+        if is_free and _is_trainable(table):
             yield table, table in heads
 
 

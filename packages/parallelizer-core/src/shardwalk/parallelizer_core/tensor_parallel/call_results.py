@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardwalk.parallelizer_core.tensor_parallel.shared_inputs import parsed_source
+from shardwalk.parallelizer_core.module_sources import parsed_source
 
 
 def readings(function: Callable[..., Any], child: str) -> list[CallResult | None]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardwalk.parallelizer_core.module_sources import parsed_source
 from shardwalk.parallelizer_core.tensor_parallel.adapters import Wrapped
 from shardwalk.parallelizer_core.tensor_parallel.cuts import (
     predicted_cuts,
@@ -17,7 +18,6 @@ from shardwalk.parallelizer_core.tensor_parallel.cuts import (
 from shardwalk.parallelizer_core.tensor_parallel.partial_styles import LocalParameters, SumOutput
 from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput, TokenParallel
 from shardwalk.parallelizer_core.tensor_parallel.roles import match_attention
-from shardwalk.parallelizer_core.tensor_parallel.shared_inputs import parsed_source
 from shardwalk.parallelizer_core.tensor_parallel.styles import RowParallel
 
 Plan = Mapping[str, tuple[ParallelStyle, ...]]

@@ -161,75 +161,80 @@ def _keep_factors_whole(wrapper: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _cut_columns(found: Wrapped, mesh: DeviceMesh, style: ColumnParallel) -> None:
-    sizes = style.components
-    _Part.of(found.layer, mesh, {"weight": Shard(0), "bias": Shard(0)}, components=sizes)
-    for _, first in _factors(found.wrapper, "lora_A"):
-        _Part.of(first, mesh, {"weight": Replicate()}, gradients={"weight": Partial()})
-    for _, second in _factors(found.wrapper, "lora_B"):
-        _Part.of(second, mesh, {"weight": Shard(0)}, components=sizes)
-    wrapper = found.wrapper
-    assert isinstance(found.layer, nn.Linear)
-    set_forward(wrapper, _ColumnForward(style, found.layer, wrapper.forward, mesh))
+    wrapper, layer, sizes = found.wrapper, found.layer, style.components
+    assert isinstance(layer, nn.Linear)
+    part = _Part(layer, layer.forward, mesh, {"weight": Shard(0), "bias": Shard(0)}, sizes)
+    style._apply(layer, mesh)
+    for _, first in _factors(wrapper, "lora_A"):
+        _cut(first, mesh, Replicate(), Partial())
+    for _, second in _factors(wrapper, "lora_B"):
+        _cut(second, mesh, Shard(0), Shard(0), sizes)
+    set_forward(wrapper, _ColumnForward(style, part, wrapper.forward, mesh))
 
 
 def _cut_rows(found: Wrapped, mesh: DeviceMesh, style: RowParallel) -> None:
-    sizes = style.components
-    distribute_parameter(found.layer, "bias", mesh, Replicate())
-    _Part.of(found.layer, mesh, {"weight": Shard(1)}, components=sizes, hidden=("bias",))
-    for _, first in _factors(found.wrapper, "lora_A"):
-        _Part.of(first, mesh, {"weight": Shard(1)}, components=sizes)
-    for _, second in _factors(found.wrapper, "lora_B"):
-        _Part.of(second, mesh, {"weight": Replicate()}, gradients={"weight": Partial()})
-    wrapper = found.wrapper
-    set_forward(wrapper, _RowForward(style, found.layer, wrapper.forward, mesh))
+    wrapper, layer, sizes = found.wrapper, found.layer, style.components
+    assert isinstance(layer, nn.Linear)
+    part = _Part(layer, layer.forward, mesh, {"weight": Shard(1)}, sizes, hidden=("bias",))
+    style._apply(layer, mesh)
+    for _, first in _factors(wrapper, "lora_A"):
+        _cut(first, mesh, Shard(1), Shard(1), sizes)
+    for _, second in _factors(wrapper, "lora_B"):
+        _cut(second, mesh, Replicate(), Partial())
+    set_forward(wrapper, _RowForward(style, part, wrapper.forward, mesh))
+
+
+def _cut(
+    factor: nn.Linear,
+    mesh: DeviceMesh,
+    cut: Placement,
+    gradient: Placement,
+    sizes: tuple[int, ...] = (),
+) -> None:
+    """Cut a factor, and let it run on this rank's part of it."""
+    distribute_parameter(factor, "weight", mesh, cut)
+    set_forward(factor, _Part(factor, factor.forward, mesh, {"weight": gradient}, sizes))
 
 
 @dataclass
 class _Part:
-    """The forward of a linear layer with this rank's part of its parameters; nothing is summed."""
+    """The forward of a linear layer with this rank's part of its parameters; nothing is summed.
 
-    linear: nn.Module
+    Attributes:
+        gradients: the parameters, and how each one's gradient lies over the axis.
+        components: as of `ColumnParallel` and `RowParallel`.
+        hidden: the parameters that it computes without.
+    """
+
+    linear: nn.Linear
     inner: Forward
     mesh: DeviceMesh
     gradients: Mapping[str, Placement]
-    components: tuple[int, ...]
-    dim: int
-    hidden: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
-        linear: nn.Module,
-        mesh: DeviceMesh,
-        cuts: Mapping[str, Placement],
-        *,
-        gradients: Mapping[str, Placement] | None = None,
-        components: tuple[int, ...] = (),
-        hidden: tuple[str, ...] = (),
-    ) -> None:
-        """Cut the parameters of `linear`, and let it run on its part of them."""
-        for name, cut in cuts.items():
-            distribute_parameter(linear, name, mesh, cut)
-        dim = 1 if cuts["weight"] == Shard(1) else 0
-        part = cls(linear, linear.forward, mesh, gradients or cuts, components, dim, hidden)
-        set_forward(linear, part)
+    components: tuple[int, ...] = ()
+    hidden: tuple[str, ...] = ()
 
     def __call__(self, input: Tensor) -> Tensor:
         values = local_values(self.linear, self.gradients)
         if self.components:
+            dim = 1 if self.gradients["weight"] == Shard(1) else 0
             values = {
-                name: part_of_components(value, self.mesh, self.components, self.dim)
+                name: part_of_components(value, self.mesh, self.components, dim)
                 for name, value in values.items()
             }
         with shown(self.linear, **values, **dict.fromkeys(self.hidden)):
             output: Tensor = self.inner(input)
         return output
 
+    def inside(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`, in which the layer runs like this, and not as it does by itself."""
+        with shown(self.linear, forward=self):
+            return forward(*args, **kwargs)
+
 
 @dataclass
 class _ColumnForward:
     style: ColumnParallel
-    linear: nn.Linear
+    part: _Part
     inner: Forward
     mesh: DeviceMesh
     place: str = ""
@@ -238,17 +243,17 @@ class _ColumnForward:
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.style.shared_input or isinstance(input, DTensor):
             input = enter_parts(input, self.mesh, self.place)
-        output: Tensor = self.inner(input, *args, **kwargs)
+        output: Tensor = self.part.inside(self.inner, input, *args, **kwargs)
         if self.style.gather_output:
             leave = mark_features if self.keeps_split else gather_features
-            output = leave(output, self.mesh, self.linear.out_features)
+            output = leave(output, self.mesh, self.part.linear.out_features)
         return output
 
 
 @dataclass
 class _RowForward:
     style: RowParallel
-    linear: nn.Module
+    part: _Part
     inner: Forward
     mesh: DeviceMesh
     place: str = ""
@@ -260,8 +265,8 @@ class _RowForward:
         if self.style.split_input:
             input = split_features(input, self.mesh)
         gradient = Partial() if sequence_parallel else Replicate()
-        bias = local_values(self.linear, {"bias": gradient}).get("bias")
-        parts = self.inner(input, *args, **kwargs)
+        bias = local_values(self.part.linear, {"bias": gradient}).get("bias")
+        parts = self.part.inside(self.inner, input, *args, **kwargs)
         if sequence_parallel:
             split = sum_parts_over_sequence(parts, self.mesh)
             return split if bias is None else on_local(lambda x: x + bias, split)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from shardwalk.parallelizer_core.layers import has_forward
+from shardwalk.parallelizer_core.module_sources import parsed_source
 from shardwalk.parallelizer_core.tensor_parallel.role_names import (
     HEAD_WIDTH_ATTRIBUTES,
     KEY_VALUE_COUNTS,
@@ -25,7 +26,6 @@ from shardwalk.parallelizer_core.tensor_parallel.role_names import (
 from shardwalk.parallelizer_core.tensor_parallel.roles import (
     has_parameters,
 )
-from shardwalk.parallelizer_core.tensor_parallel.shared_inputs import parsed_source
 
 # An attention's own softmax and sums work within one head; these may work over several.
 _NORMS = ("normalize", "rms_norm", "rmsnorm", "layer_norm", "group_norm", "instance_norm", "norm",

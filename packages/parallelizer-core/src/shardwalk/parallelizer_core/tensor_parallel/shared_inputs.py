@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Collection
-from functools import lru_cache
-from typing import Any
+from collections.abc import Collection
 
 from torch import nn
+
+from shardwalk.parallelizer_core.module_sources import parsed_source
 
 _SHAPE_WORDS = ("shape", "size", "dim", "ndim", "dtype", "device")
 
@@ -56,17 +54,6 @@ def hands_input_to_parent_class(module: nn.Module) -> bool:
         and [ast.unparse(arg) for arg in node.args] == [name]
     }
     return bool(allowed) and _uses(function, name) <= allowed
-
-
-@lru_cache(maxsize=256)
-def parsed_source(forward: Callable[..., Any]) -> ast.FunctionDef | None:
-    """The parsed source of a function; None where it is not at hand."""
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
-        parsed = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return None
-    return parsed if isinstance(parsed, ast.FunctionDef) else None
 
 
 class _SelfCall(ast.Call):
