@@ -16,9 +16,7 @@ from shardwalk.model_beam.tensor_parallel import beam_tp_plan, refuse_uneven_hea
 from shardwalk.parallelizer_core import ModelParallelizer
 from shardwalk.parallelizer_core.fp32_pins import PIN_ATTRIBUTE, pin_parameters_below
 from shardwalk.parallelizer_core.fsdp2.dtype_units import fully_shard_by_dtype, shard_unit
-
-# Where wrappers of torch (activation checkpointing, compile) keep the module that they call.
-_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+from shardwalk.parallelizer_core.model_tensors import unwrapped
 
 
 class BeamModelParallelizer(ModelParallelizer):
@@ -94,7 +92,7 @@ class _DenseBlockParallelizer(ModelParallelizer):
 
 def is_beam_block(module: nn.Module) -> bool:
     """Whether it is a Beam `Block`: sharded or not, also in a wrapper of torch."""
-    return isinstance(_unwrapped(module), Block)
+    return isinstance(unwrapped(module), Block)
 
 
 def beam_fully_shard_unit(
@@ -118,19 +116,13 @@ def beam_fully_shard_unit(
     Returns:
         `module`.
     """
-    block = _unwrapped(module)
+    block = unwrapped(module)
     if mp_policy is not None and mp_policy.param_dtype is not None and isinstance(block, Block):
         mp_policy = replace(mp_policy, cast_forward_inputs=False)
         block.compute_dtype = mp_policy.param_dtype
     if mp_policy is not None:
         kwargs["mp_policy"] = mp_policy
     return shard_unit(module, door or beam_fully_shard_unit, **kwargs)
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    children = dict(module.named_children())
-    inner = next((children[name] for name in _WRAPPED if name in children), None)
-    return module if inner is None else _unwrapped(inner)
 
 
 def _fp32_compute_module_names(model: nn.Module) -> tuple[str, ...]:

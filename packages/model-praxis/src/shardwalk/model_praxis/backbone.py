@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwalk.model_praxis.config import (
-    TEXT,
-    VIDEO,
     BackboneConfig,
     MoeTrainingSettings,
     PraxisConfig,
     TowerConfig,
 )
+from shardwalk.model_praxis.config_backbone import TEXT, VIDEO
 from shardwalk.model_praxis.embeddings import (
     ModulationOut,
     TextIn,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,11 +11,10 @@ from shardwalk.mesh import get_submesh
 from shardwalk.model_praxis.action_expert import ActionExpert
 from shardwalk.model_praxis.backbone import Backbone
 from shardwalk.moe_ep import MoE
+from shardwalk.parallelizer_core.model_tensors import unwrapped
 
 if TYPE_CHECKING:  # the policy's class carries the sidecar
     from shardwalk.model_praxis.model import PraxisPolicy
-
-_WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls its module
 
 
 def policy_in(model: nn.Module, asker: str = "PraxisModelParallelizer") -> PraxisPolicy:
@@ -74,14 +73,8 @@ def refuse_shared_blocks(policy: PraxisPolicy) -> None:
 
 def moe_of(block: nn.Module) -> MoE | None:
     """The experts' layer of a block of a tower; None for dense ones and the action expert's."""
-    ffn = getattr(unwrapped_block(block), "ffn", None)
+    ffn = getattr(unwrapped(block), "ffn", None)
     return ffn if isinstance(ffn, MoE) else None
-
-
-def unwrapped_block(block: nn.Module) -> Any:
-    """The block in torch's wrappers for checkpointing, of those who checkpoint by hand."""
-    inner = dict(block.named_children()).get(_WRAPPED)
-    return block if inner is None else unwrapped_block(inner)
 
 
 def expert_meshes(moe_mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | None]:

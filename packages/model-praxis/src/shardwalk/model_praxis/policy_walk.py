@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +21,6 @@ from shardwalk.model_praxis.policy_parts import (
     moe_of,
     policy_in,
     refuse_shared_blocks,
-    unwrapped_block,
 )
 from shardwalk.model_praxis.walk_options import (
     DenseOptions,
@@ -41,6 +40,7 @@ from shardwalk.parallelizer_core.fp32_pins import pin_fp32_parameters
 from shardwalk.parallelizer_core.fsdp2.prefetch import chain_prefetch
 from shardwalk.parallelizer_core.fsdp2.root import watch_root
 from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions, reshards_after_forward
+from shardwalk.parallelizer_core.model_tensors import unwrapped
 
 if TYPE_CHECKING:  # the policy's class carries the sidecar
     from shardwalk.model_praxis.model import PraxisPolicy
@@ -119,7 +119,8 @@ class PolicyWalk:
     def _tell_blocks(self, policy: PraxisPolicy) -> None:
         """Say what each block casts its hidden states to, and whether routes are taken again."""
         for block in chain(*block_lists(policy)):
-            unwrapped_block(block).compute_dtype = self.mp_policy.param_dtype
+            inner: Any = unwrapped(block)  # of those who checkpoint by hand
+            inner.compute_dtype = self.mp_policy.param_dtype
             moe = moe_of(block)
             if moe is not None:
                 moe.gate.replay_routing = self.ignore_router_for_ac

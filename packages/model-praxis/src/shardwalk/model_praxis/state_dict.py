@@ -31,7 +31,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwalk.model_praxis.config import FP32_TENSORS, TEXT, VIDEO
+from shardwalk.model_praxis.config import FP32_TENSORS
+from shardwalk.model_praxis.config_backbone import TEXT, VIDEO
 from shardwalk.parallelizer_core import StateDictAdapter
 from shardwalk.parallelizer_core.state_dict_adapter import Index, ReadSlice
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from shardwalk.moe_ep._torch_compat import in_backward
 from shardwalk.moe_ep.router import Gate
 from shardwalk.parallelizer_core import is_recomputing
+from shardwalk.parallelizer_core.model_tensors import canonical_name
 from shardwalk.parallelizer_core.parallel_state import unwrap_model
 
 Models = nn.Module | Sequence[nn.Module]
 Choose = Callable[[], Tensor]
 
 _DTYPES = (torch.int16, torch.int32, torch.int64)
-_WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ def _named_gates(model_or_models: Models) -> dict[str, Gate]:
     for model in models:
         for path, module in unwrap_model(model).named_modules():
             if isinstance(module, Gate):
-                name = ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
+                name = canonical_name(path)
                 if name in gates:
                     raise ValueError(f"two stages have a gate {name}; give them the model's names")
                 gates[name] = module

@@ -48,6 +48,12 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What stands in torch's wrappers; `module` itself where it is none."""
+    inner = next((child for n, child in module.named_children() if n in _WRAPPER_PARTS), None)
+    return module if inner is None else unwrapped(inner)
+
+
 def model_tensors(models: Sequence[nn.Module]) -> list[ModelTensor]:
     """Parameters, buffers and meta tensors in plain attributes, each once, in module order."""
     found: dict[int, ModelTensor] = {}
