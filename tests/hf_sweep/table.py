@@ -85,6 +85,8 @@ def _row(result: Result) -> str:
     outcomes = [result.outcomes.get(check.name, "") for check in CHECKS]
     words = [outcome.partition(":")[0] or "not run" for outcome in outcomes]
     notes = list(result.notes)
+    if result.idle * 100 > result.parameters:
+        notes.append(f"{result.idle / result.parameters:.0%} of the parameters take no part")
     for check, outcome in zip(CHECKS, outcomes, strict=True):
         said = outcome.partition(": ")[2]
         if said:
