@@ -28,9 +28,10 @@ from tests.hf_sweep.recipes import Architecture, Found, Recipe, find_recipe
 
 RANKS = 2
 FULL_PRECISION: dict[str, Any] = {"mp_policy": {}}
-# Gradients that are zero in exact arithmetic (biases of keys, attention over one key) are noise of
-# some 1e-8 of the largest gradient here, where the floor of the other tables is meant for more.
-TOLERANCE = Tolerance(floor=1e-2)
+# Wider than that of the other tables, for sizes that nobody chose: the noise of some stacks under
+# tensor parallelism comes to 2e-5 (in float64 they agree to 1e-8), and gradients that are zero in
+# exact arithmetic (biases of keys, attention over one key) to 1e-8 of the largest gradient.
+TOLERANCE = Tolerance(relative=5e-5, floor=1e-2)
 TENSOR_PARALLEL = ParallelismSizes(tp_size=RANKS)
 
 

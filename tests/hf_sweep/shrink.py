@@ -191,7 +191,7 @@ class _Shrinker:
         """The layers to keep: some of each kind that a list of one entry per layer names."""
         lists = [
             v for v in given.values()
-            if isinstance(v, list | tuple) and depth > 1 and len(v) == depth
+            if isinstance(v, list | tuple) and len(v) == depth > 1 and list(v) != list(range(depth))
         ]  # fmt: skip
         lists += [
             [index in {int(known) for known in v} for index in range(depth)]

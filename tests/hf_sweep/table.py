@@ -44,11 +44,12 @@ def table(results: dict[str, Result]) -> str:
         "",
         "<!-- Written by `python -m nox -s hf_sweep`; changes by hand are lost. -->",
         "",
-        f"With {used}, in fp32 on two gloo ranks: every causal language model and every image-text-to-",
-        "text model of the auto-model mappings, tiny, made from the defaults of its configuration.",
-        "**equal** is one step of SGD with the loss, every gradient and every parameter of one process.",
-        "**refused** is a ValueError of `parallelize_model`, before training. **Beside text** says in which",
-        "layout an image went in.",
+        f"With {used}, in fp32 on two gloo ranks: every causal language model and every",
+        "image-text-to-text model of the auto-model mappings, tiny, made from the defaults of its",
+        "configuration. **equal**: loss, every gradient and every parameter after a step of SGD are",
+        "those of one process. **refused**: a ValueError before the first step says what does not",
+        "fit. **beside text**: the layout in which an image went in. What is refused or otherwise has",
+        "the reason in the notes, cut short; hf-sweep.json has all of it.",
         "",
         *_counts(built, missing),
         "",
@@ -85,13 +86,23 @@ def _row(result: Result) -> str:
     outcomes = [result.outcomes.get(check.name, "") for check in CHECKS]
     words = [outcome.partition(":")[0] or "not run" for outcome in outcomes]
     notes = list(result.notes)
-    for check, outcome in zip(CHECKS, outcomes, strict=True):
-        said = outcome.partition(": ")[2]
-        if said:
-            notes.append(f"{_HEADS[check.name]}: {said}")
+    if result.idle * 100 > result.parameters:
+        notes.append(f"{result.idle / result.parameters:.0%} of the parameters take no part")
+    said = {
+        check.name: _short(o.partition(": ")[2]) for check, o in zip(CHECKS, outcomes, strict=True)
+    }
+    if said["checkpointing"] == said["fsdp2"]:
+        del said["checkpointing"]
+    notes += [f"{_HEADS[name]}: {text}" for name, text in said.items() if text]
     beside = result.beside_text or ("none" if result.kind == "image-text" else "")
-    cells = [result.model_type, result.class_name, beside, *words, _cell("; ".join(notes), 400)]
+    cells = [result.model_type, result.class_name, beside, *words, _cell("; ".join(notes), 300)]
     return "| " + " | ".join(cells) + " |"
+
+
+def _short(said: str) -> str:
+    """What a refusal says of this model, without the ways out that all of them name."""
+    text = said.partition("; pass tp_plan")[0].removeprefix("tp_size=2: ")
+    return text.replace(" does not fit the default tensor-parallel plan:", ":")
 
 
 def _cell(text: str, length: int) -> str:

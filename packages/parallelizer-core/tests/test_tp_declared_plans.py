@@ -164,6 +164,29 @@ def test_a_declared_plan_decides_where_the_structural_one_differs():
     assert plan["layers.0.mlp.up_proj"] == (ColumnParallel(shared_input=True),)
 
 
+class ReadsItsTable(toys.Decoder):
+    """Reads a row of its table beside calling it, where each rank would have other rows."""
+
+    def forward(self, ids):
+        return super().forward(ids) + self.embed.weight[0].mean()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_that_others_read_stays_whole_with_what_is_tied_to_it(tied):
+    plan = structural_plan(toys.meta(ReadsItsTable, tied=tied), 2, False)
+    assert plan["embed"] == plan["head"] == (WholeInput(),)
+    declared = {
+        **{key: style.replace("colwise", "colwise_rep") for key, style in ATTENTION.items()},
+        "layers.*.attention.o_proj": "rowwise_rep",
+        "embed": "embedding_rowwise",
+        "head": "colwise_gather_output",
+    }
+    plan = resolve_plan(declaring(declared, ReadsItsTable, tied=tied), 2, None, False)
+    assert plan["layers.0.attention.q_proj"] == (ColumnParallel(gather_output=True),)
+    assert "embed" not in plan
+    assert ("head" in plan) is not tied
+
+
 class Misfit(toys.Block):
     """What the structural default refuses, so that a declared plan decides."""
 

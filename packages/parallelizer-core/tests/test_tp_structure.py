@@ -300,3 +300,43 @@ def test_a_model_without_blocks_or_with_other_blocks_is_refused():
         plan_of(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="layers.0 does not fit .*no attention .* is found in it"):
         plan_of(decoder(lambda: nn.RMSNorm(3)))
+
+
+class Reshaping(toys.Attention):
+    """Puts its heads side by side by an attribute of their width."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner_width = toys.HEADS * toys.HEAD_DIM
+
+    def forward(self, hidden_states):
+        rows, length, _ = hidden_states.shape
+        return self.o_proj(self.q_proj(hidden_states).reshape(rows, length, self.inner_width))
+
+
+class ReadingTwice(Reshaping):
+    def forward(self, hidden_states):
+        rows, length, _ = hidden_states.shape
+        scaled = self.q_proj(hidden_states) / self.inner_width
+        return self.o_proj(scaled.reshape(rows, length, self.inner_width))
+
+
+class ToItsInput(toys.Attention):
+    def forward(self, hidden_states):
+        rows, length, width = hidden_states.size()
+        return self.o_proj(self.q_proj(hidden_states).reshape(rows, length, width))
+
+
+def test_the_width_that_heads_are_reshaped_to_is_that_of_one_rank():
+    plan = structural_plan(toys.meta(toys.Decoder, lambda: toys.Block(Reshaping)), 2, False)
+    [counts] = [s for s in plan["layers.0.attention"] if isinstance(s, LocalCounts)]
+    assert "inner_width" in counts.names
+    plan = structural_plan(toys.meta(toys.Decoder, lambda: toys.Block(ReadingTwice)), 2, False)
+    [counts] = [s for s in plan["layers.0.attention"] if isinstance(s, LocalCounts)]
+    assert "inner_width" not in counts.names
+
+
+def test_heads_that_are_reshaped_to_the_width_of_the_input_are_refused():
+    model = toys.meta(toys.Decoder, lambda: toys.Block(ToItsInput))
+    with pytest.raises(ValueError, match=r"reshape\(rows, length, width\), the width of its input"):
+        structural_plan(model, 2, False)

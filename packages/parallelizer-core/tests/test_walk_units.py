@@ -509,6 +509,44 @@ def test_a_table_whose_weight_is_read_stays_in_the_root_unit():
             torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
+class SeveralTables(Decoder):
+    """Names lists of tables and of heads, which nobody calls as such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.ModuleList([nn.Embedding(13, 6) for _ in range(2)])
+        self.heads = nn.ModuleList([nn.Linear(6, 13) for _ in range(2)])
+        del self.head
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.heads
+
+    def forward(self, ids):
+        x = sum(table(ids) for table in self.embed)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.stack([head(self.norm(x)) for head in self.heads])
+
+
+def several_tables():
+    model = sharded(SeveralTables)
+    model(ids()).square().mean().backward()
+    return unit_names(model), full_gradients(model)
+
+
+def test_lists_of_tables_are_units_one_by_one():
+    torch.manual_seed(7)
+    reference = SeveralTables()
+    reference(ids()).square().mean().backward()
+    for names, grads in run_on_ranks(2, several_tables):
+        assert {"embed.0", "embed.1", "heads.0", "heads.1"} <= set(names)
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
 class Listed(Block):
     """Bare parameters in a list that is never called, one of them used twice, one a scalar."""
 

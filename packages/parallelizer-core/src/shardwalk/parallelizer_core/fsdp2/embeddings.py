@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwalk.parallelizer_core.direct_reads import modules_read_by_others
+from shardwalk.parallelizer_core.layers import has_forward
 from shardwalk.parallelizer_core.ties import SharedParameters
 
 
@@ -31,20 +32,27 @@ def untied_trainable_tables(model: nn.Module) -> Iterator[tuple[nn.Module, bool]
 def _input_tables(model: nn.Module) -> list[nn.Module]:
     named = named_table(model, "get_input_embeddings")
     if named is not None:
-        return [named]
+        return _callable_parts(named)
     return [module for module in _outside_units(model) if isinstance(module, nn.Embedding)]
 
 
 def _output_heads(model: nn.Module, inputs: Sequence[nn.Module]) -> list[nn.Module]:
     named = named_table(model, "get_output_embeddings")
     if named is not None:
-        return [named]
+        return _callable_parts(named)
     rows = {table.num_embeddings for table in inputs if isinstance(table, nn.Embedding)}
     return [
         module
         for module in _outside_units(model)
         if isinstance(module, nn.Linear) and module.out_features in rows
     ]
+
+
+def _callable_parts(table: nn.Module) -> list[nn.Module]:
+    """The table, or the tables of a list of them that no unit holds yet."""
+    if has_forward(table):
+        return [table]
+    return [module for module in _outside_units(table) if has_forward(module)]
 
 
 def named_table(model: nn.Module, getter: str) -> nn.Module | None:

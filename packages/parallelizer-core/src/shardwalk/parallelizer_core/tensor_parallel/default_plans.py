@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardwalk.parallelizer_core.direct_reads import modules_read_by_others
 from shardwalk.parallelizer_core.layers import find_block_stacks
 from shardwalk.parallelizer_core.tensor_parallel.coverage import check_uncovered
 from shardwalk.parallelizer_core.tensor_parallel.cuts import CUTTING_STYLES
@@ -59,11 +60,23 @@ def _declared(model: nn.Module, sequence_parallel: bool) -> tuple[Plan | None, s
         return None, ""
     if sequence_parallel:
         return None, "it splits no sequence, as sequence_parallel=True asks"
+    plan = _without_read_tables(model, plan)
     blocks = [path for stack in find_block_stacks(model) for path, _ in stack.blocks]
     if not any(path == b or path.startswith(f"{b}.") for path in _cuts(plan) for b in blocks):
         return None, "it splits nothing inside the blocks"
     why = _unsafe(model, plan)
     return (None, why) if why else (plan, "")
+
+
+def _without_read_tables(model: nn.Module, plan: Plan) -> Plan:
+    """`plan` with those tables whole whose rows another module reads, and what is tied to them."""
+    read = {m for m in modules_read_by_others(model) if isinstance(m, nn.Embedding)}
+    weights = {id(parameter) for table in read for parameter in table.parameters()}
+    return {
+        path: styles
+        for path, styles in plan.items()
+        if not any(id(p) in weights for p in model.get_submodule(path).parameters(recurse=False))
+    }
 
 
 def _cuts(plan: Plan) -> Plan:
@@ -96,6 +109,11 @@ def _kind(style: ParallelStyle) -> tuple[object, ...]:
 
 def _unsafe(model: nn.Module, plan: Plan) -> str:
     """Why a translated plan would not have the numbers of one process; empty if it has."""
+    read = modules_read_by_others(model)
+    for path in _cuts(plan):
+        reader = read.get(model.get_submodule(path))
+        if reader is not None:
+            return f"it splits {path}, whose weight {reader or 'the model'} reads by itself"
     try:
         refuse_open_cuts(model, plan)
         refuse_conflicting_ties(model, plan)

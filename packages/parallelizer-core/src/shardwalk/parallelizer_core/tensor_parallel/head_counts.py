@@ -5,6 +5,10 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
+from shardwalk.parallelizer_core.tensor_parallel.reshaped_widths import (
+    reshape_to_input,
+    reshaped_widths,
+)
 from shardwalk.parallelizer_core.tensor_parallel.role_names import (
     HEAD_WIDTH_ATTRIBUTES,
     KEY_VALUE_COUNTS,
@@ -73,7 +77,15 @@ def count_attributes(attention: Attention, counts: HeadCounts) -> tuple[str, ...
                 )
             if value is not None:
                 found.append(name)
-    return tuple(dict.fromkeys([*found, *(attention.fused.counts if attention.fused else ())]))
+    call = reshape_to_input(attention.module)
+    if call is not None:
+        raise MisfitError(
+            attention.path,
+            f"its forward calls {call}, the width of its input, with the heads of one rank",
+        )
+    fused = attention.fused.counts if attention.fused else ()
+    widths = reshaped_widths(attention.module, counts.heads * counts.head_dim)
+    return tuple(dict.fromkeys([*found, *fused, *widths]))
 
 
 def _holds_heads(attention: Attention, width: int) -> bool:

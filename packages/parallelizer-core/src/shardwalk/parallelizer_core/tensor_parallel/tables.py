@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardwalk.parallelizer_core.direct_reads import modules_read_by_others
 from shardwalk.parallelizer_core.fsdp2.embeddings import named_table
 from shardwalk.parallelizer_core.tensor_parallel.embedding_styles import VocabularyParallel
 from shardwalk.parallelizer_core.tensor_parallel.shared_inputs import hands_input_to_parent_class
@@ -20,7 +21,8 @@ def table_styles(
 
     They are what `get_input_embeddings()` and `get_output_embeddings()` name; in a model without
     these, the one `nn.Embedding` and the one `nn.Linear` in `outside` that have equally many rows.
-    Empty unless both are found there: a table without a head to match may be read by other code.
+    Empty unless both are found there, and where another module reads the weight of one: it would
+    see the rows of its rank.
     """
     found = _named_pair(model) or _matching_pair(outside)
     if found is None:
@@ -32,6 +34,8 @@ def table_styles(
         if any(id(p) in pair for p in module.parameters(recurse=False))
     }
     if not all(path in outside and is_cuttable(module) for path, module in owners.items()):
+        return {}
+    if modules_read_by_others(model).keys() & set(owners.values()):
         return {}
     return {path: (_style(module),) for path, module in owners.items()}
 
