@@ -12,13 +12,13 @@ from torch import nn
 
 from shardwalk.parallelizer_core.model_tensors import canonical_name
 
-_LAYER, _ORIGINAL, _COPIES = "base_layer", "original_module", "modules_to_save"
+LAYER, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
 
 
 def wrapped_layers(model: nn.Module) -> Iterator[str]:
     """The canonical path of every layer in `model` that stands in a wrapper."""
     for path, module in model.named_modules():
-        if _is_adapted(module) or _is_copied(module):
+        if is_adapted(module) or is_copied(module):
             yield canonical_name(path)
 
 
@@ -30,12 +30,12 @@ def names_of_layers(model: nn.Module) -> Callable[[str], str]:
     dropped: set[str] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         start = f"{canonical_name(path)}.".lstrip(".")
-        if _is_adapted(module):
-            dropped.add(f"{start}{_LAYER}")
-        if _is_copied(module):
-            copies = module.get_submodule(_COPIES)
-            dropped |= {f"{start}{_ORIGINAL}", f"{start}{_COPIES}"}
-            dropped |= {f"{start}{_COPIES}.{name}" for name, _ in copies.named_children()}
+        if is_adapted(module):
+            dropped.add(f"{start}{LAYER}")
+        if is_copied(module):
+            copies = module.get_submodule(COPIES)
+            dropped |= {f"{start}{ORIGINAL}", f"{start}{COPIES}"}
+            dropped |= {f"{start}{COPIES}.{name}" for name, _ in copies.named_children()}
 
     def plain(name: str) -> str:
         parts = canonical_name(name).split(".")
@@ -45,11 +45,13 @@ def names_of_layers(model: nn.Module) -> Callable[[str], str]:
     return plain
 
 
-def _is_adapted(module: nn.Module) -> bool:
+def is_adapted(module: nn.Module) -> bool:
+    """Whether `module` holds a layer and adapters beside it."""
     children = dict(module.named_children())
-    return _LAYER in children and ("lora_A" in children or hasattr(module, "adapter_layer_names"))
+    return LAYER in children and ("lora_A" in children or hasattr(module, "adapter_layer_names"))
 
 
-def _is_copied(module: nn.Module) -> bool:
+def is_copied(module: nn.Module) -> bool:
+    """Whether `module` holds a layer and copies that train in its place."""
     children = dict(module.named_children())
-    return _ORIGINAL in children and _COPIES in children
+    return ORIGINAL in children and COPIES in children

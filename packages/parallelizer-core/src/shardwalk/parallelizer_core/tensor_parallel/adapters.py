@@ -13,6 +13,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwalk.parallelizer_core.wrapped_layers import (
+    COPIES,
+    LAYER,
+    ORIGINAL,
+    is_adapted,
+    is_copied,
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapped:
@@ -40,11 +48,7 @@ class Wrapped:
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[dict[str, Wrapped]]:
-    """Let `model` hold wrapped layers in the place of their wrappers; gives the wrappers by path.
-
-    A wrapper is known by its children: `base_layer` beside adapters, or `original_module` beside
-    `modules_to_save`.
-    """
+    """Let `model` hold wrapped layers in the place of their wrappers, which it gives by path."""
     places = list(_places(model))
     for parent, name, found in places:
         setattr(parent, name, found.layer)
@@ -90,14 +94,13 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, Wrapped]]:
 
 
 def _wrapped(path: str, module: nn.Module) -> Wrapped | None:
-    children = dict(module.named_children())
-    if "base_layer" in children:
-        layer, depth = children["base_layer"], 1
-        while "base_layer" in dict(layer.named_children()):
-            layer, depth = layer.get_submodule("base_layer"), depth + 1
+    if is_adapted(module):
+        layer, depth = module.get_submodule(LAYER), 1
+        while is_adapted(layer):
+            layer, depth = layer.get_submodule(LAYER), depth + 1
         return Wrapped(path=path, wrapper=module, layer=layer, depth=depth)
-    copies = children.get("modules_to_save")
-    if "original_module" in children and isinstance(copies, nn.ModuleDict):
-        layer = children["original_module"]
-        return Wrapped(path=path, wrapper=module, layer=layer, copies=tuple(copies.values()))
+    if is_copied(module):
+        copies = tuple(module.get_submodule(COPIES).children())
+        layer = module.get_submodule(ORIGINAL)
+        return Wrapped(path=path, wrapper=module, layer=layer, copies=copies)
     return None
