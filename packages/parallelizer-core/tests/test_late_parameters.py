@@ -112,10 +112,10 @@ def test_parameters_that_were_exchanged_under_ddp_are_refused():
 
 
 class KeepsOut(ModelParallelizer):
-    """Keeps the norm whole and out of every unit, on purpose."""
+    """Keeps the norm whole, frozen and out of every unit, on purpose."""
 
     def _apply_fsdp_sharding(self, module, *args, **kwargs):
-        kwargs["ignored_multimodal_params"] = set(module.norm.parameters())
+        kwargs["ignored_multimodal_params"] = set(module.norm.requires_grad_(False).parameters())
         return super()._apply_fsdp_sharding(module, *args, **kwargs)
 
 

@@ -42,7 +42,7 @@ class AutocastForward:
 
     def __init__(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
         self._forward: Callable[..., Any] = model.forward
-        functools.update_wrapper(self, self._forward)
+        functools.update_wrapper(self, self._forward, updated=())
         self._device_type, self._dtype = device_type, dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -183,8 +183,9 @@ class CompiledForward:
     """The forward of one block, through the graphs of its kind."""
 
     def __init__(self, module: nn.Module, kind: BlockKind) -> None:
+        # Not its attributes too: a checkpointed forward has some of the same names.
+        functools.update_wrapper(self, module.forward, updated=())
         self._forward: Forward = module.forward
-        functools.update_wrapper(self, self._forward)
         self._kind = kind
         self._checkpointed = _checkpointed_forwards(module)
         for forward in self._checkpointed:
