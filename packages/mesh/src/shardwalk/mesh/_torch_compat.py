@@ -1,7 +1,9 @@
 """Every touch of a private torch API in this package. All of it was read in torch 2.13.0."""
 
 import importlib
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ __all__ = [
     "load_fake_backend",
     "mesh_without_groups",
     "new_named_group",
+    "one_thread_gloo",
     "root_mesh",
 ]
 
@@ -56,6 +59,44 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in c10d._world.pg_map
 
 
+@contextmanager
+def one_thread_gloo() -> Iterator[None]:
+    """Give the gloo groups that are made meanwhile one thread each for their collectives.
+
+    By default they have two, which both write the name of what they have done into one string,
+    without a lock (``ProcessGroupGloo::runLoop`` of torch 2.13). Names above 15 characters are on
+    the heap, that of the all-gather of DTensors among them, and two writers at once corrupt it: a
+    rank dies in `malloc`, once in ten thousand gathers or so, more often on a busy machine.
+    """
+    if not dist.is_gloo_available():
+        yield
+        return
+    module: Any = c10d
+    original: Any = module.ProcessGroupGloo
+
+    class OneThreadGloo(original):  # type: ignore[misc]
+        def __init__(
+            self, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None
+        ) -> None:
+            options = original._Options()
+            options._threads = 1
+            options._devices = _gloo_devices(original)
+            options._timeout = timeout or c10d.default_pg_timeout
+            super().__init__(store, rank, size, options)
+
+    module.ProcessGroupGloo = OneThreadGloo
+    try:
+        yield
+    finally:
+        module.ProcessGroupGloo = original
+
+
+def _gloo_devices(gloo: Any) -> list[Any]:
+    """Return the devices that torch itself would take: those of GLOO_SOCKET_IFNAME, or one."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+
+
 def new_named_group(
     ranks: Sequence[int],
     name: str,
@@ -74,16 +115,17 @@ def new_named_group(
     bound, default.bound_device_id = default.bound_device_id, None
     group: dist.ProcessGroup
     try:
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            list(ranks).index(dist.get_rank()),
-            list(ranks),
-            dist.Backend(backend),
-            store,
-            cast("c10d.GroupName", name),
-            timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
-            group_desc=description,
-        )
+        with one_thread_gloo():
+            group, _ = c10d._new_process_group_helper(
+                len(ranks),
+                list(ranks).index(dist.get_rank()),
+                list(ranks),
+                dist.Backend(backend),
+                store,
+                cast("c10d.GroupName", name),
+                timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
+                group_desc=description,
+            )
     finally:
         # A bound device would make the group a split of the default one, which all ranks must join.
         default.bound_device_id = bound

@@ -10,11 +10,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shardwalk.mesh._torch_compat import one_thread_gloo
 from shardwalk.mesh.validation import check_timeout_minutes, nearest
 
 __all__ = [
     "DistInfo",
     "initialize_distributed",
+    "one_thread_gloo",
     "register_teardown",
     "shutdown_distributed",
 ]
@@ -76,12 +78,13 @@ def initialize_distributed(backend: str, timeout_minutes: float = 1) -> DistInfo
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=timeout_minutes)
-    if place is None:
-        dist.init_process_group(
-            wanted, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
-    else:
-        dist.init_process_group(wanted, rank=place[0], world_size=place[1], timeout=timeout)
+    with one_thread_gloo():
+        if place is None:
+            dist.init_process_group(
+                wanted, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+        else:
+            dist.init_process_group(wanted, rank=place[0], world_size=place[1], timeout=timeout)
     _shut_down_at_exit()
     return _info(name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -20,10 +21,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwalk.mesh.launch import one_thread_gloo
 from shardwalk.parallelizer_core.testing.rank_files import RankFiles
 from shardwalk.parallelizer_core.testing.rank_pickle import loads_call
 
 T = TypeVar("T")
+
+_THOROUGH_COLLECTION = 50  # runs from one to the next
 
 _cache: dict[Hashable, Any] = {}
 _device: torch.device | None = None
@@ -82,15 +86,28 @@ def in_rank() -> bool:
 def worker_main(rank: int, connection: Connection, options: WorkerOptions) -> None:
     """Join the process group, then answer calls until the parent goes away."""
     _redirect_output(rank, RankFiles(options.folder, options.world_size))
+    with one_thread_gloo():  # the groups that tests make by torch itself, too
+        _serve(rank, connection, options)
+
+
+def _serve(rank: int, connection: Connection, options: WorkerOptions) -> None:
     connection.send(_guarded(lambda: _join(rank, options)))
     gc.freeze()
-    while True:
+    for run in itertools.count(1):
         try:
             data = connection.recv_bytes()
         except EOFError:
             os._exit(0)  # no destructors: a process group's may wait for peers that are gone
         connection.send(_guarded(lambda: _call(data, rank, options)))  # noqa: B023
-        gc.collect()
+        _collect_garbage(thoroughly=run % _THOROUGH_COLLECTION == 0)
+
+
+def _collect_garbage(*, thoroughly: bool) -> None:
+    """Free what the run left in cycles; what outlives it, modules mostly, is passed over later."""
+    if thoroughly:
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _redirect_output(rank: int, files: RankFiles) -> None:
