@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             _limit_time(item)
     if not config.getoption("--widest"):
-        wide = [item for item in items if item.get_closest_marker("widest")]
-        config.hook.pytest_deselected(items=wide)
+        wide = {item for item in items if item.get_closest_marker("widest")} | _beyond_pairs(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in wide])
         items[:] = [item for item in items if item not in wide]
+
+
+def _beyond_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Find the rows of tables marked `pairwise` whose pairs of values other rows hold already.
+
+    Rows are taken by the number of pairs that are new with them, until none brings any.
+    """
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("pairwise"):
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for rows in tables.values():
+        pairs = {row: set(combinations(_values(row), 2)) for row in rows}
+        covered: set[object] = set()
+        while best := max(rows, key=lambda row: len(pairs[row] - covered), default=None):
+            if not pairs[best] - covered:
+                break
+            covered |= pairs[best]
+            rows.remove(best)
+    return {row for rows in tables.values() for row in rows}
+
+
+def _values(item: pytest.Item) -> list[tuple[str, str]]:
+    params = item.callspec.params  # type: ignore[attr-defined]
+    return sorted((name, repr(value)) for name, value in params.items())
 
 
 def _limit_time(item: pytest.Item) -> None:

@@ -55,6 +55,7 @@ def run(parity_case: ParityCase, mesh: str, **options: object) -> None:
     assert_parity(parity_case, world_size=world_size, parallelism_sizes=sizes, **options)
 
 
+@pytest.mark.pairwise
 @meshes()
 @ties
 @models
@@ -68,6 +69,7 @@ def test_three_micro_batches_with_unequal_token_counts(name: str, mesh: str) -> 
     run(case(name, tied=True, micro_batches=3), mesh, clip=0.5)
 
 
+@pytest.mark.pairwise
 @meshes("fsdp 4", "hsdp 2x2", "one rank")
 @ties
 @pytest.mark.parametrize("start", ["checkpoint", "init"])
@@ -76,6 +78,7 @@ def test_a_start_on_the_meta_device(name: str, start: str, tied: bool, mesh: str
     run(case(name, tied), mesh, meta_start=start, optimizers=("adamw",))
 
 
+@pytest.mark.pairwise
 @meshes("fsdp 4", "hsdp 2x2", "one rank")
 @ties
 @models

@@ -74,6 +74,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.pairwise
 @KINDS
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(("name", "tied"), [("llama", True), ("gemma3", False), ("lora", False)])

@@ -85,6 +85,7 @@ def test_every_kind_of_layer(layer: str, mesh: str) -> None:
     run(case(micro_batches=2, **LAYERS[layer]), mesh)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("length", [11, 3, 1])
 @meshes("tp 2 = ep 2", "tp 2, ep 2", "tp 2, ep 4")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "split"])
@@ -130,6 +131,7 @@ class Drawn(MoEStack):
             layer.mlp.gate.e_score_correction_bias.copy_(torch.tensor([9.0, 8, *[0] * 6]))
 
 
+@pytest.mark.pairwise
 @meshes("ep 2", "ep 4", "ep 2 x shard 2")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("mode", [False, "full"], ids=["kept", "recomputed"])
@@ -141,6 +143,7 @@ def test_b47_ranks_whose_experts_get_no_token(mesh: str, dtype: str, mode: Any) 
     run(ParityCase(model=Drawn, batches=partial(_all_valid, 8, 5)), mesh, **options)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @meshes("ep 2 x shard 2", "hsdp 2x2, ep 4", "tp 2, ep 2")
