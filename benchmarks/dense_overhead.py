@@ -18,7 +18,7 @@ from typing import Any, Literal
 import tyro
 from overhead.measures import measure, measure_tables
 from overhead.sides import Variant
-from overhead.verdicts import overhead_line, tables_line
+from overhead.verdicts import overhead_line, say_checks, tables_line
 
 from shardwalk.parallelizer_core.testing import RankPool
 
@@ -53,10 +53,7 @@ def main(options: Options) -> int:
     for name in options.variants:
         line = run(name, options.steps)
         print(json.dumps(line), flush=True)
-        for check, holds in line["checks"].items():
-            kept &= holds
-            if options.check:
-                print(f"{name}: {check}: {'yes' if holds else 'NO'}", file=sys.stderr)
+        kept &= say_checks(name, line["checks"], options.check)
     return 0 if kept else 1
 
 

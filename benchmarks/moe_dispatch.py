@@ -19,6 +19,7 @@ import tyro
 from moe.measures import measure
 from moe.sides import Variant
 from moe.verdicts import line_of
+from overhead.verdicts import say_checks
 
 from shardwalk.parallelizer_core.testing import RankPool
 
@@ -56,10 +57,7 @@ def main(options: Options) -> int:
             variant = replace(VARIANTS[name], inner=options.inner)
             line = line_of(name, variant, pool.run(measure, variant, options.steps))
             print(json.dumps(line), flush=True)
-            for check, holds in line["checks"].items():
-                kept &= holds
-                if options.check:
-                    print(f"{name}: {check}: {'yes' if holds else 'NO'}", file=sys.stderr)
+            kept &= say_checks(name, line["checks"], options.check)
     return 0 if kept else 1
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker  # noqa: PLC2701
+from torch.distributed.fsdp import FSDPModule
 
 from shardwalk.parallelizer_core.testing.collectives import CountCollectives
 
@@ -54,13 +55,15 @@ class SideReport:
 
     Attributes:
         traffic: of one step.
-        peak_bytes: peak memory of one step.
+        held_bytes: memory before a step: weights, optimizer and batch.
+        peak_bytes: peak memory of one step, what was held before it included.
         seconds: wall time of each timed step.
         cpu_seconds: CPU time of all threads of this rank in each timed step.
         loss: after the last of them.
     """
 
     traffic: Traffic
+    held_bytes: int
     peak_bytes: int
     seconds: list[float]
     cpu_seconds: list[float]
@@ -76,39 +79,48 @@ def traffic_of(trainer: Trainer) -> Traffic:
     )
 
 
-def peak_bytes_of(trainer: Trainer) -> int:
-    """The peak memory of a step by torch's tracker: weights, optimizer and all.
+def memory_of(trainer: Trainer) -> tuple[int, int]:
+    """The memory before a step and at its peak by torch's tracker: weights, optimizer and all.
 
     The least of a few steps: gloo's threads let go of a buffer some time after its collective.
     """
     gc.collect()
-    tracker = FSDPMemTracker(trainer.model, trainer.optimizer)
+    root = next(each for each in trainer.model.modules() if isinstance(each, FSDPModule))
+    tracker = FSDPMemTracker(root, trainer.optimizer)
     tracker.track_inputs(tuple(trainer.batch.values()))
-    return min(_tracked_peak(tracker, trainer) for _ in range(_TRACKED))
+    held, peaks = zip(*(_tracked(tracker, trainer) for _ in range(_TRACKED)), strict=True)
+    return min(held), min(peaks)
 
 
-def _tracked_peak(tracker: FSDPMemTracker, trainer: Trainer) -> int:
+def _tracked(tracker: FSDPMemTracker, trainer: Trainer) -> tuple[int, int]:
     with tracker:
+        held = _total(tracker, "current")
         trainer.step()
-    peak: int = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    peak = _total(tracker, "peak")
     tracker.reset_mod_stats()
-    return peak
+    return held, peak
+
+
+def _total(tracker: FSDPMemTracker, when: str) -> int:
+    total: int = tracker.get_tracker_snapshot(when)[torch.device("cpu")]["Total"]
+    return total
 
 
 def measure(variant: Variant, steps: int) -> dict[str, SideReport]:
     """Compare the walked model with the script; `steps` 0 leaves the timing out."""
-    return _measure(variant, {"walked": walked, "by_hand": by_hand}, steps)
+    return compare(variant, {"walked": walked, "by_hand": by_hand}, steps)
 
 
 def measure_tables(variant: Variant) -> dict[str, SideReport]:
     """Compare both with a script that leaves the tables to the root unit, untimed."""
     sides = {"walked": walked, "by_hand": by_hand, "tables_in_root": by_hand_in_root}
-    return _measure(variant, sides, steps=0)
+    return compare(variant, sides, steps=0)
 
 
-def _measure(
+def compare(
     variant: Variant, sides: Mapping[str, Callable[[Variant], nn.Module]], steps: int
 ) -> dict[str, SideReport]:
+    """Measure every side: what a step communicates, takes and holds; `steps` are timed in turn."""
     trainers = {name: Trainer(variant, shard) for name, shard in sides.items()}
     for trainer in trainers.values():
         for _ in range(_WARM_UP):
@@ -116,15 +128,18 @@ def _measure(
     traffic = {name: traffic_of(trainer) for name, trainer in trainers.items()}
     times = _interleaved(trainers, steps)
     losses = {name: trainer.step().item() for name, trainer in trainers.items()}
+    # The last of all: it replaces torch's hooks.
+    memory = {name: memory_of(trainer) for name, trainer in trainers.items()}
     return {
         name: SideReport(
             traffic=traffic[name],
-            peak_bytes=peak_bytes_of(trainer),  # the last of all: it replaces torch's hooks
+            held_bytes=memory[name][0],
+            peak_bytes=memory[name][1],
             seconds=[wall for wall, _ in times[name]],
             cpu_seconds=[cpu for _, cpu in times[name]],
             loss=losses[name],
         )
-        for name, trainer in trainers.items()
+        for name in trainers
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from shardwalk.parallelizer_core.testing import (
     causal_token_losses,
 )
 
+Checkpointing = Literal[False, "full", "selective"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -29,6 +32,7 @@ class Variant:
         replicas: size of the replica axis; above 1 the mesh has two axes.
         bf16: bf16 compute with fp32 reduction instead of fp32 throughout.
         prefetch: explicit chains, one block ahead in forward and two in backward.
+        checkpointing: what blocks recompute in the backward, on the walked side.
         vocabulary, dim, heads, ffn, layers: sizes of the decoder, whose tables are not tied.
         rows, length: samples of each rank and their tokens.
     """
@@ -37,6 +41,7 @@ class Variant:
     replicas: int = 1
     bf16: bool = False
     prefetch: bool = False
+    checkpointing: Checkpointing = False
     vocabulary: int = 2048
     dim: int = 256
     heads: int = 8
@@ -45,9 +50,13 @@ class Variant:
     rows: int = 2
     length: int = 64
 
-    def model(self) -> TinyDecoder:
-        """The unsharded decoder, with the same weights in every process."""
+    def model(self) -> nn.Module:
+        """The unsharded model, with the same weights in every process."""
         torch.manual_seed(0)
+        return self.build()
+
+    def build(self) -> nn.Module:
+        """A decoder with weights of torch's random state."""
         return TinyDecoder(
             vocabulary=self.vocabulary,
             dim=self.dim,
@@ -61,9 +70,19 @@ class Variant:
         return cached(self, self._setup)
 
     def _setup(self) -> DistributedSetup:
-        config = FSDP2Config(mp_policy=self.precision(), enable_fsdp2_prefetch=self.prefetch)
-        sizes = ParallelismSizes(dp_replicate_size=self.replicas)
-        return DistributedSetup.build(strategy=config, parallelism_sizes=sizes)
+        return DistributedSetup.build(strategy=self.config(), parallelism_sizes=self.sizes())
+
+    def config(self) -> FSDP2Config:
+        """The strategy of the walked side."""
+        return FSDP2Config(
+            mp_policy=self.precision(),
+            enable_fsdp2_prefetch=self.prefetch,
+            activation_checkpointing=self.checkpointing,
+        )
+
+    def sizes(self) -> ParallelismSizes:
+        """The sizes of the mesh."""
+        return ParallelismSizes(dp_replicate_size=self.replicas)
 
     def mesh(self) -> DeviceMesh:
         """The data-parallel mesh of both sides."""
@@ -93,6 +112,7 @@ def by_hand(variant: Variant, own_tables: bool = True) -> nn.Module:
     Without `own_tables` the embedding and the head are left to the root unit.
     """
     model = variant.model()
+    assert isinstance(model, TinyDecoder)
     mesh, precision = variant.mesh(), variant.precision()
     *firsts, last = model.layers
     for layer in firsts:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .measures import REDUCE, SideReport
@@ -36,18 +37,19 @@ def overhead_line(name: str, reports: Reports) -> dict[str, Any]:
         f"peak ratio at most {PEAK_BOUND}": max(peaks) <= PEAK_BOUND,
     }
     if ours.seconds:
-        line |= _times(reports)
+        line |= time_figures(reports, "walked", "by_hand")
         checks[f"time ratio surely below {TIME_BOUND}"] = line["time_ratio_95"][1] < TIME_BOUND
     return line | {"checks": checks}
 
 
-def _times(reports: Reports) -> dict[str, Any]:
-    """Median step and ratios of paired steps: wall time of the slowest rank, CPU time of all.
+def time_figures(reports: Reports, one: str, other: str) -> dict[str, Any]:
+    """Median step of two sides, and ratios of one over the other in paired steps.
 
-    The CPU time hardly depends on what else the machine does. The intervals of the medians are made
-    of order statistics, so that nothing is assumed of the noise.
+    Wall time is that of the slowest rank, CPU time that of all. The latter hardly depends on
+    what else the machine does. The intervals of the medians are made of order statistics, so that
+    nothing is assumed of the noise.
     """
-    sides = ("walked", "by_hand")
+    sides = (one, other)
     wall = [_join(max, [report[side].seconds for report in reports]) for side in sides]
     cpu = [_join(sum, [report[side].cpu_seconds for report in reports]) for side in sides]
     steps = {side: statistics.median(each) for side, each in zip(sides, wall, strict=True)}
@@ -103,3 +105,11 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
         k += 1
     k = max(k, 1)
     return ordered[k - 1], ordered[-k]
+
+
+def say_checks(name: str, checks: Mapping[str, bool], aloud: bool) -> bool:
+    """Whether all bounds are kept; `aloud` says of each one whether it is, on stderr."""
+    for check, holds in checks.items():
+        if aloud:
+            print(f"{name}: {check}: {'yes' if holds else 'NO'}", file=sys.stderr, flush=True)
+    return all(checks.values())
