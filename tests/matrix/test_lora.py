@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 
 from shardwalk.mesh import FSDP2Config
 from shardwalk.parallelizer_core import materialize
-from shardwalk.parallelizer_core.state_dict_adapter import Index, ReadSlice
 from shardwalk.parallelizer_core.testing import (
     Bf16,
     ParityCase,
@@ -114,44 +111,67 @@ def test_other_forms_of_adapters(form: str, mesh: str) -> None:
     run(case(**FORMS[form]), mesh, optimizers=("adamw",))
 
 
-class BaseFiles:
-    """Reads the base's files into a model with adapters, which start as peft starts them."""
-
-    def file_shapes(self, name: str, shape: Sequence[int]) -> Mapping[str, Sequence[int]]:
-        if ".lora_" in name:
-            return {}
-        return {name.removeprefix("base_model.model.").replace(".base_layer", ""): shape}
-
-    def read(self, name: str, shape: Sequence[int], index: Index, read: ReadSlice) -> Tensor:
-        if ".lora_B" in name:
-            return torch.zeros(*shape)[index]
-        if ".lora_A" in name:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            return nn.init.kaiming_uniform_(torch.empty(*shape), 5**0.5, generator=generator)[index]
-        (key,) = self.file_shapes(name, shape)
-        return read(key, index)
+def without_effect(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    """As peft starts adapters."""
+    if ".lora_B" in name:
+        tensor.zero_()
+    else:
+        nn.init.kaiming_uniform_(tensor, 5**0.5, generator=generator)
 
 
-def base_from_files(kind: str, folder: Path) -> tuple[Tensor, dict[str, Any]]:
-    model = on_meta(lora)
-    model.state_dict_adapter = BaseFiles()
-    model = parallel(model, kind)
-    materialize(model, checkpoint=folder)
+def base_from_files(kind: str, folder: Path, form: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    model = parallel(on_meta(lora, **form), kind)
+    materialize(model, checkpoint=folder, init=without_effect)
     with torch.no_grad():
         logits = logits_of(model, tokens())
     mean_loss(model, mine(tokens())).backward()
     return logits, {name: g for name, g in gradients(model).items() if g is not None}
 
 
+STARTS = {
+    "adapters": {},
+    "copies that train": {"modules_to_save": ["lm_head", "norm"]},
+    "tables": {"target_modules": ["q_proj", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("form", STARTS)
 @pytest.mark.parametrize(("kind", "world"), [("fsdp", 2), ("hsdp", 4)])
-def test_a_start_on_meta_from_the_files_of_the_base(kind: str, world: int, tmp_path: Path) -> None:
+def test_a_start_on_meta_from_the_files_of_the_base(
+    kind: str, world: int, form: str, tmp_path: Path
+) -> None:
     """Each rank reads its part of the base; the adapters, in no file, start without effect."""
     base = seeded(lambda: MODELS["llama"](False, num_hidden_layers=4))
     save_file({n: t.contiguous() for n, t in base.state_dict().items()}, tmp_path / "m.safetensors")
     with torch.no_grad():
         expected = logits_of(base, tokens())
-    results = run_on_ranks(world, base_from_files, kind, tmp_path)
+    results = run_on_ranks(world, base_from_files, kind, tmp_path, STARTS[form])
     for logits, grads in results:
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
         assert all(grad.abs().max() > 0 for name, grad in grads.items() if ".lora_B" in name)
         assert all(torch.equal(grad, results[0][1][name]) for name, grad in grads.items())
+
+
+def odd_starts(folder: Path) -> list[str]:
+    """What is said to options that do not fit together, of a model that stays on meta."""
+    said = []
+    for make, checkpoint, init in [
+        (lambda: MODELS["llama"](False), folder, without_effect),
+        (lora, folder, "reset_parameters"),
+        (lora, folder, None),
+    ]:
+        model = on_meta(make)
+        with pytest.raises(ValueError) as error:
+            materialize(model, checkpoint=checkpoint, init=init)
+        said.append(str(error.value))
+        assert all(p.is_meta for p in model.parameters())
+    return said
+
+
+def test_files_of_a_base_and_a_function_go_with_adapters_only(tmp_path: Path) -> None:
+    base = seeded(lambda: MODELS["llama"](False, num_hidden_layers=4))
+    save_file({n: t.contiguous() for n, t in base.state_dict().items()}, tmp_path / "m.safetensors")
+    none, drawn, missing = odd_starts(tmp_path)
+    assert "has no adapters for init to fill" in none
+    assert "both factors of each adapter" in drawn
+    assert "init= beside checkpoint= fills adapters" in missing

@@ -269,8 +269,8 @@ def test_values_left_unset_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "exactly one of checkpoint and init, got neither"),
-        ({"init": normal, "checkpoint": "x"}, "got both"),
+        ({}, "a checkpoint or init, got neither"),
+        ({"init": normal, "checkpoint": "x"}, "got both checkpoint and init"),
         ({"init": "xavier"}, "init must be a function .* or 'reset_parameters', got 'xavier'"),
         ({"init": normal, "device": "meta"}, "device='meta' does not fit the model"),
         ({"init": normal, "ignore": ("x",)}, "ignore= names what to leave unread"),

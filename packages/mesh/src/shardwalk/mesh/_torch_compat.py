@@ -68,13 +68,15 @@ def one_thread_gloo() -> Iterator[None]:
     the heap, that of the all-gather of DTensors among them, and two writers at once corrupt it: a
     rank dies in `malloc`, once in ten thousand gathers or so, more often on a busy machine.
     """
-    if not dist.is_gloo_available():
+    module: Any = c10d
+    if not dist.is_gloo_available() or hasattr(module.ProcessGroupGloo, "has_one_thread"):
         yield
         return
-    module: Any = c10d
     original: Any = module.ProcessGroupGloo
 
     class OneThreadGloo(original):  # type: ignore[misc]
+        has_one_thread = True
+
         def __init__(
             self, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None
         ) -> None:

@@ -20,7 +20,7 @@ CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat1
 _BLOCK_ELEMENTS = 1 << 24
 _WAY_OUT = (
     "Give the model a state_dict_adapter when its files use other names or layouts, or list "
-    "patterns of names to leave unread in ignore="
+    "patterns of names to leave unread in ignore=; init= beside checkpoint= fills adapters"
 )
 
 

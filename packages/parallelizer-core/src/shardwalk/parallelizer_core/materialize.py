@@ -14,6 +14,7 @@ from shardwalk.parallelizer_core._torch_compat import (
     move_hooks,
     offloaded_parameters,
 )
+from shardwalk.parallelizer_core.base_files import BaseFiles, BaseSource
 from shardwalk.parallelizer_core.checkpoint_reading import (
     CheckpointReader,
     SafetensorsReader,
@@ -70,6 +71,9 @@ def materialize(
     parameter in place, on the CPU; ``"reset_parameters"`` runs the initializers of the modules
     (``reset_parameters``) or of the model (``_init_weights``). Persistent buffers are rebuilt.
 
+    With both, the files are those of a base model, and ``init``, a function, fills what adapters
+    around its layers add (those of peft).
+
     Buffers outside the state dict are rebuilt as constructed, in the dtype of construction, from
     ``compute_buffers(device)`` of their module, or by its constructor when all its arguments are
     attributes of the same names, or by the model's initializers.
@@ -78,7 +82,8 @@ def materialize(
         model_or_models: the model, or the pipeline stages of this rank.
         checkpoint: a safetensors file or folder, a folder of torch.distributed.checkpoint (one of
             `save_checkpoint` included), or a `CheckpointReader`.
-        init: an init function or ``"reset_parameters"``; exactly one of the two is given.
+        init: an init function or ``"reset_parameters"``; one of the two is given, or both for a
+            model with adapters.
         seed: what `init` depends on.
         device: where tensors without a mesh go; by default the mesh's device, else torch's default.
         ignore: patterns (``fnmatch``) of names in the checkpoint which the model lacks.
@@ -101,7 +106,7 @@ def materialize(
     _check_containers(models, entries)
     initializers = ModuleInitializers(models, seed)
     target = _target_device(models, entries, device)
-    rebuilt = [entry for entry in entries if _is_rebuilt(entry, from_init=init is not None)]
+    rebuilt = [entry for entry in entries if _is_rebuilt(entry, from_init=checkpoint is None)]
     filled = [entry for entry in entries if entry.persistent and entry not in rebuilt]
     source = _source(models, checkpoint, init, seed, ignore, initializers)
     source.check(filled)
@@ -121,9 +126,8 @@ def _check_options(checkpoint: object, init: object, ignore: object, seed: objec
         raise TypeError(
             f"checkpoint must be a path (str or Path) or a CheckpointReader, got {checkpoint!r}"
         )
-    if (checkpoint is None) == (init is None):
-        given = "neither" if checkpoint is None else "both"
-        raise ValueError(f"materialize needs exactly one of checkpoint and init, got {given}")
+    if checkpoint is None and init is None:
+        raise ValueError("materialize needs a checkpoint or init, got neither")
     if init is not None and init != "reset_parameters" and not callable(init):
         raise ValueError(
             f"init must be a function (fqn, tensor, generator) or 'reset_parameters', got {init!r}"
@@ -142,6 +146,8 @@ def _source(
     ignore: Sequence[str],
     initializers: ModuleInitializers,
 ) -> _Source:
+    if checkpoint is not None and init is not None:
+        return _base_source(models, checkpoint, init, seed, ignore)
     if init == "reset_parameters":
         return ModuleSource(initializers)
     if init is not None:
@@ -153,6 +159,36 @@ def _source(
         return ReaderSource(reader, adapter_of(models), ignore, f"checkpoint {checkpoint}")
     assert checkpoint is not None
     return ReaderSource(checkpoint, adapter_of(models), ignore, "the checkpoint")
+
+
+def _base_source(
+    models: list[nn.Module],
+    checkpoint: Checkpoint,
+    init: Init,
+    seed: int,
+    ignore: Sequence[str],
+) -> _Source:
+    """The files of a base, and a function for what adapters add to it."""
+    base = BaseFiles(models, adapter_of(models))
+    if not base.has_adapters:
+        raise ValueError(
+            "materialize got both checkpoint and init, and the model has no adapters for init to "
+            "fill; give one of the two"
+        )
+    if init == "reset_parameters":
+        raise ValueError(
+            "init='reset_parameters' beside a checkpoint would draw both factors of each adapter, "
+            "and so start away from the base; use a function that zeroes one of them"
+        )
+    if isinstance(checkpoint, str | Path):
+        if is_dcp_folder(Path(checkpoint)):
+            raise ValueError(
+                f"init beside checkpoint={str(checkpoint)!r}: a folder of torch.distributed."
+                f"checkpoint is read whole; give safetensors files of the base"
+            )
+        checkpoint = SafetensorsReader(checkpoint)
+    files = ReaderSource(checkpoint, base, ignore, "the checkpoint of the base")
+    return BaseSource(base, files, FunctionSource(init, seed))
 
 
 def _is_rebuilt(entry: ModelTensor, *, from_init: bool) -> bool:

@@ -45,6 +45,21 @@ def names_of_layers(model: nn.Module) -> Callable[[str], str]:
     return plain
 
 
+def is_of_adapter(model: nn.Module) -> Callable[[str], bool]:
+    """What tells of a name in `model` whether an adapter added its tensor."""
+    layers: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if is_adapted(module):
+            start = f"{canonical_name(path)}.".lstrip(".")
+            layers[start] = f"{start}{LAYER}."
+
+    def added(name: str) -> bool:
+        name = canonical_name(name)
+        return any(name.startswith(a) and not name.startswith(b) for a, b in layers.items())
+
+    return added
+
+
 def is_adapted(module: nn.Module) -> bool:
     """Whether `module` holds a layer and adapters beside it."""
     children = dict(module.named_children())
