@@ -143,7 +143,7 @@ def adapted(name: str) -> nn.Module:
     return with_adapters(build(name), target_modules=["q_proj", "v_proj"])
 
 
-@meshes("ep 2 x shard 2")
+@meshes("ep 2 x shard 2", "tp 2, ep 2")
 def test_adapters_on_attention(mesh: str) -> None:
     parity_case = ParityCase(model=partial(adapted, "mixtral"), batches=TokenBatches(vocabulary=61))
     run(parity_case, mesh)

@@ -24,6 +24,7 @@ from shardwalk.moe_ep.expert_layers import ExpertLayer
 from shardwalk.parallelizer_core import ModelParallelizer
 from shardwalk.parallelizer_core.fsdp2.options import fsdp2_config
 from shardwalk.parallelizer_core.layers import find_block_stacks, has_forward
+from shardwalk.parallelizer_core.tensor_parallel.adapters import without_wrappers
 from shardwalk.parallelizer_core.tensor_parallel.layouts import (
     gather_sequence,
     on_local,
@@ -62,12 +63,13 @@ def plan_with_experts(
     given: Plan = config.tp_plan
     if given is None:
         given = sidecar._tp_plan(model, sequence_parallel)
-    if given is None:
-        # The structural default knows attention and dense feed-forward layers.
-        with _hidden(model, layers):
-            plan = resolve_plan(model, tp_size, None, sequence_parallel)
-    else:
-        plan = resolve_plan(model, tp_size, given, sequence_parallel)
+    with without_wrappers(model):  # plans speak of layers, not of the adapters around them
+        if given is None:
+            # The structural default knows attention and dense feed-forward layers.
+            with _hidden(model, layers):
+                plan = resolve_plan(model, tp_size, None, sequence_parallel)
+        else:
+            plan = resolve_plan(model, tp_size, given, sequence_parallel)
     for layer in layers:
         _refuse_cuts_inside(layer, plan)
         plan[layer.holder_path] = (SplitTokens(experts=layer.weights.experts),)
