@@ -86,6 +86,8 @@ class Variant(Adapter):
 class Scaling(nn.Module):
     """An adapter of another kind."""
 
+    adapter_layer_names = ("scale",)
+
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base_layer, self.scale = base, nn.Parameter(base.weight[0])
@@ -131,6 +133,8 @@ def test_styles_that_do_not_know_of_adapters_are_refused_by_name():
 
 
 class Scaling2(nn.Module):
+    adapter_layer_names = ()
+
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base_layer = base

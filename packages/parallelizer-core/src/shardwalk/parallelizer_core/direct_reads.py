@@ -7,12 +7,11 @@ self.conv.weight)` in its parent sees what lies there in between.
 from __future__ import annotations
 
 import ast
-import inspect
 from functools import lru_cache, reduce
 
 from torch import nn
 
-from shardwalk.parallelizer_core.module_sources import parsed_source
+from shardwalk.parallelizer_core.module_sources import methods_of_forward
 from shardwalk.parallelizer_core.parallel_state import class_of
 
 _ABOUT = ("dtype", "device", "shape", "size", "ndim", "numel", "requires_grad", "is_meta")
@@ -47,19 +46,8 @@ def _child(module: nn.Module | None, name: str) -> nn.Module | None:
 @lru_cache(maxsize=1024)
 def _chains(cls: type) -> frozenset[str]:
     """`a.b` of each `self.a.b`, and so on, in the forward of a class and the methods it uses."""
-    found: set[str] = set()
-    todo, seen = ["forward"], {"forward"}
-    while todo:
-        method = inspect.getattr_static(cls, todo.pop(), None)
-        parsed = parsed_source(method) if inspect.isfunction(method) else None
-        if parsed is None or not parsed.args.args:
-            continue
-        chains = _chains_of_method(parsed)
-        found |= {chain for chain in chains if "." in chain}
-        used = {chain.partition(".")[0] for chain in chains} - seen
-        seen |= used
-        todo += used
-    return frozenset(found)
+    chains = (chain for parsed in methods_of_forward(cls) for chain in _chains_of_method(parsed))
+    return frozenset(chain for chain in chains if "." in chain)
 
 
 def _chains_of_method(parsed: ast.FunctionDef) -> set[str]:

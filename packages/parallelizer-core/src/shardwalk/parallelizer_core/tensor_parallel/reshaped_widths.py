@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 
 from torch import nn
 
-from shardwalk.parallelizer_core.module_sources import parsed_source
+from shardwalk.parallelizer_core.module_sources import methods_of_forward
 
 _RESHAPES = ("view", "reshape")
 
@@ -35,7 +34,7 @@ def reshape_to_input(module: nn.Module) -> str | None:
     In `rows, length, width = x.shape` and later `heads.reshape(rows, length, width)`, `x` is whole
     and the heads are those of one rank.
     """
-    for parsed in _methods(type(module)):
+    for parsed in methods_of_forward(type(module)):
         given = {argument.arg for argument in parsed.args.args[1:]}
         widths = {name for node in ast.walk(parsed) for name in _unpacked_widths(node, given)}
         for call in ast.walk(parsed):
@@ -59,33 +58,12 @@ def _unpacked_widths(node: ast.AST, given: set[str]) -> list[str]:
 
 def _reads(module: nn.Module) -> Iterator[tuple[str, bool]]:
     """Each attribute that the forward reads, and whether as an argument of a reshape."""
-    for parsed in _methods(type(module)):
+    for parsed in methods_of_forward(type(module)):
         this = parsed.args.args[0].arg
         sizes = {id(size) for call in ast.walk(parsed) for size in _sizes(call)}
         for node in ast.walk(parsed):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == this:
                 yield node.attr, id(node) in sizes
-
-
-def _methods(cls: type) -> Iterator[ast.FunctionDef]:
-    """The forward of a class and the methods that it uses, parsed."""
-    todo, seen = ["forward"], {"forward"}
-    while todo:
-        method = inspect.getattr_static(cls, todo.pop(), None)
-        parsed = parsed_source(method) if inspect.isfunction(method) else None
-        if parsed is None or not parsed.args.args:
-            continue
-        yield parsed
-        used = set(_own_attributes(parsed)) - seen
-        seen |= used
-        todo += used
-
-
-def _own_attributes(parsed: ast.FunctionDef) -> Iterator[str]:
-    this = parsed.args.args[0].arg
-    for node in ast.walk(parsed):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == this:
-            yield node.attr
 
 
 def _sizes(node: ast.AST) -> list[ast.expr]:
