@@ -41,9 +41,7 @@ class SplitInput(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for owner in module.modules():
-            for name, _ in list(owner.named_parameters(recurse=False)):
-                distribute_parameter(owner, name, device_mesh, Replicate())
+        _replicate_parameters(module, device_mesh)
         module.forward = _SplitInputForward(module, module.forward)
         return module
 
@@ -83,9 +81,7 @@ class WholeInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.average_gradients:
-            for owner in module.modules():
-                for name, _ in list(owner.named_parameters(recurse=False)):
-                    distribute_parameter(owner, name, device_mesh, Replicate())
+            _replicate_parameters(module, device_mesh)
             module.forward = _AveragedForward(module, module.forward)
         return module
 
@@ -104,6 +100,12 @@ class _AveragedForward:
                 shares = {name: _share_gradient(v, ranks[name]) for name, v in values.items()}
                 stack.enter_context(shown(owner, **shares))
             return self.inner(*args, **kwargs)
+
+
+def _replicate_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    for owner in module.modules():
+        for name, _ in list(owner.named_parameters(recurse=False)):
+            distribute_parameter(owner, name, mesh, Replicate())
 
 
 class _Share(torch.autograd.Function):
