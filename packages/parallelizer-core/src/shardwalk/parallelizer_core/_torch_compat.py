@@ -6,7 +6,7 @@ override methods on the units that shardwalk makes, never on torch's classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves
 
 from shardwalk.parallelizer_core.parallel_state import fsdp_units
 
@@ -31,6 +33,7 @@ __all__ = [
     "compiler_backend",
     "compiler_errors",
     "concatenate_meshes",
+    "copy_kept_outputs",
     "drop_unreduced_gradients",
     "exchange_parts",
     "enabled_attention_backends",
@@ -56,6 +59,7 @@ __all__ = [
     "sync_flags_of",
     "tensor_version",
     "without_innermost_mode",
+    "written_arguments",
 ]
 
 
@@ -366,16 +370,13 @@ class RecordWrites(TorchDispatchMode):
 
     def wrote(self, tensor: Tensor) -> bool:
         """Whether the tensor's storage was written."""
-        return tensor.untyped_storage()._cdata in self._written
+        return _memory_of(tensor) in self._written
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
-        for position, argument in enumerate(func._schema.arguments):
-            value = args[position] if position < len(args) else given.get(argument.name)
-            if argument.alias_info and argument.alias_info.is_write and isinstance(value, Tensor):
-                self._written.add(value.untyped_storage()._cdata)
+        self._written |= {_memory_of(each) for each in written_arguments(func, args, given)}
         return func(*args, **given)
 
 
@@ -401,6 +402,36 @@ def argument_of(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, An
 def mutates_arguments(op: Any) -> bool:
     """Whether an operator writes to what it is given (2.13.0; only its schema says so)."""
     return isinstance(op, torch._ops.OpOverload) and bool(op._schema.is_mutable)
+
+
+def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call of `op` writes to (2.13.0; only its schema says so)."""
+    if not mutates_arguments(op):
+        return []
+    names = [each.name for each in op._schema.arguments if each.is_write]
+    given = tree_leaves([argument_of(op, name, args, kwargs) for name in names])
+    return [each for each in given if isinstance(each, Tensor)]
+
+
+def copy_kept_outputs(mode: Any, written: Iterable[Tensor]) -> None:
+    """Copy what the forward mode of selective checkpointing keeps in the memory of `written`.
+
+    Torch (2.13.0) notices a write by the version of what it keeps, and the view that a linear layer
+    without a bias makes of its product has a version of its own: the recompute would read what was
+    written.
+    """
+    memory = {_memory_of(each) for each in written}
+    for calls in mode.storage.values():
+        for kept in tree_leaves(list(calls.values() if isinstance(calls, dict) else calls)):
+            value = getattr(kept, "val", None)
+            if isinstance(value, Tensor) and _memory_of(value) in memory:
+                kept.val = value.clone()
+                kept.version = kept.val._version
+
+
+def _memory_of(tensor: Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)
 
 
 def is_operator(op: Any) -> bool:

@@ -23,10 +23,12 @@ from torch.utils.checkpoint import (
 from shardwalk.parallelizer_core._torch_compat import (
     TorchDispatchMode,
     argument_of,
+    copy_kept_outputs,
     functional_collectives,
     is_operator,
     mutates_arguments,
     without_innermost_mode,
+    written_arguments,
 )
 from shardwalk.parallelizer_core.recompute_replay import ContextPair, Together, is_deciding
 
@@ -94,7 +96,7 @@ def selective_contexts(extra_rules: Iterable[Mapping[Any, SaveRule]] = ()) -> Co
     decisions = _Decisions(tuple(extra_rules))
     forward, recompute = create_selective_checkpoint_contexts(decisions.policy)
     return (
-        Together([forward, _LeaveOutRecorded()]),
+        Together([forward, _WatchForward(forward)]),
         Together([recompute, _FollowDecisions(decisions)]),
     )
 
@@ -175,8 +177,12 @@ _SAME_PATH = (
 )
 
 
-class _LeaveOutRecorded(TorchDispatchMode):
-    """Hides from torch's mode what `record_or_replay` runs, since no recompute runs it again."""
+class _WatchForward(TorchDispatchMode):
+    """Stands before torch's mode in the forward.
+
+    It hides what `record_or_replay` runs, since no recompute runs it again, and has what is kept
+    copied before an operator writes to it.
+    """
 
     supports_higher_order_operators = True
 
@@ -185,10 +191,14 @@ class _LeaveOutRecorded(TorchDispatchMode):
         """As for `_FollowDecisions`."""
         return True
 
-    def __init__(self) -> None:
+    def __init__(self, keeping: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._keeping = keeping
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if written := written_arguments(func, args, kwargs or {}):
+            with without_innermost_mode():
+                copy_kept_outputs(self._keeping, written)
         with without_innermost_mode() if is_deciding() else nullcontext():
             return func(*args, **(kwargs or {}))
 
@@ -221,12 +231,6 @@ class _FollowDecisions(TorchDispatchMode):
             error[1].add_note(
                 "What activation_checkpointing='selective' keeps is given to one backward; use "
                 "'full' for retain_graph=True and a second one"
-            )
-        if isinstance(error[1], RuntimeError) and "has been mutated" in str(error[1]):
-            error[1].add_note(
-                "The model writes in place to what activation_checkpointing='selective' keeps (the "
-                "outputs of attention, top-k and matrix products); use 'full', or run that code "
-                "under shardwalk.parallelizer_core.not_kept()"
             )
         return super().__exit__(*error)  # type: ignore[no-untyped-call]
 
