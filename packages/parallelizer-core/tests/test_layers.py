@@ -1,5 +1,7 @@
 """Which modules of a model are blocks."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
@@ -111,6 +113,23 @@ def test_groups_are_told_apart_by_the_names_on_the_paths_of_stacks():
     ]
     del model.audio_encoder
     assert list(layer_groups(model)) == ["language"]
+
+
+def test_a_part_with_a_configuration_of_its_own_and_no_vocabulary_is_a_tower():
+    sound = SimpleNamespace(model_type="some_speech_encoder")
+    pictures = SimpleNamespace(model_type="vqgan")
+    text = SimpleNamespace(model_type="text", vocab_size=8)
+    model = holder(encoder=stack(), quantizer=stack(), decoder=stack(), other=stack())
+    model.config = SimpleNamespace(a=sound, b=pictures, c=text, size=3, model_type="whole")
+    model.encoder.config, model.quantizer.config = sound, pictures
+    model.decoder.config, model.other.config = text, model.config
+    assert {g: [s.name for s in stacks] for g, stacks in layer_groups(model).items()} == {
+        "audio": ["encoder.layers"],
+        "vision": ["quantizer.layers"],
+        "language": ["decoder.layers", "other.layers"],
+    }
+    model.encoder.requires_grad_(False)
+    assert [name for name, _ in frozen_towers(model)] == ["encoder"]
 
 
 def test_single_layers_by_name_belong_to_the_layer_that_holds_them():

@@ -6,12 +6,13 @@ depend on the data, and a unit that some ranks skip would stall the others. A `M
 layers (adapters by name) is part of the layer that holds it.
 
 Towers are known by the names on the path of a module: what a model calls its vision or audio part,
-and what stands between that part and the language model.
+and what stands between that part and the language model. A part of any name is a tower too where
+the model's configuration holds one for it alone that has no vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -48,36 +49,63 @@ def layer_groups(model: nn.Module) -> dict[str, list[BlockStack]]:
     audio.
     """
     stacks = find_block_stacks(model)
-    found = {_modality(name) for name, _ in model.named_modules()}
-    connected = next((group for group in _WORDS if group in found), "language")
+    towers = _tower_groups(model)
+    connected = next((group for group in _WORDS if group in towers.values()), "language")
     groups: dict[str, list[BlockStack]] = {}
     for stack in stacks:
-        group = _modality(stack.name) or (connected if is_in_tower(stack.name) else "language")
+        inside = [group for path, group in towers.items() if _leads_into(stack.name, path)]
+        group = next(filter(None, inside), connected) if inside else "language"
         groups.setdefault(group, []).append(stack)
     return groups
 
 
 def frozen_towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost fully frozen vision or audio towers and projectors, by their names."""
+    """The outermost fully frozen vision or audio towers and projectors."""
     found: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{tower}.") for tower, _ in found)
-        if not inside and _names_a_tower(name.rpartition(".")[2]) and _is_frozen(module):
+    for name in _tower_groups(model):
+        module = model.get_submodule(name)
+        if not any(_leads_into(name, tower) for tower, _ in found) and _is_frozen(module):
             found.append((name, module))
     return found
 
 
 def has_towers(model: nn.Module) -> bool:
-    """Whether any module with parameters is called a tower or a projector."""
-    return any(
-        _names_a_tower(name.rpartition(".")[2]) and _has_parameters(module)
-        for name, module in model.named_modules()
-    )
+    """Whether any module with parameters is a tower or a projector."""
+    return any(_has_parameters(model.get_submodule(name)) for name in _tower_groups(model))
 
 
-def is_in_tower(path: str) -> bool:
-    """Whether `path` leads into a vision or audio tower or a projector, by the names on it."""
-    return any(_names_a_tower(name) for name in path.split("."))
+def tower_paths(model: nn.Module) -> Callable[[str], bool]:
+    """What tells whether a path leads into a vision or audio tower or a projector of `model`."""
+    towers = list(_tower_groups(model))
+    return lambda path: any(_leads_into(path, tower) for tower in towers)
+
+
+def _tower_groups(model: nn.Module) -> dict[str, str | None]:
+    """The group of every tower by its path, in module order; None for what connects one."""
+    parts = _configs_of_parts(model)
+    groups: dict[str, str | None] = {}
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if _names_a_tower(name):
+            groups[path] = _modality(path)
+        elif path and id(getattr(module, "config", None)) in parts:
+            groups[path] = _modality(path) or _modality(parts[id(module.config)]) or "vision"
+    return groups
+
+
+def _leads_into(path: str, tower: str) -> bool:
+    return f"{path}.".startswith(f"{tower}.")
+
+
+def _configs_of_parts(model: nn.Module) -> dict[int, str]:
+    """What the configurations in that of `model` are called, by id; those of text left out."""
+    config = getattr(model, "config", None)
+    inner = {k: v for k, v in getattr(config, "__dict__", {}).items() if hasattr(v, "model_type")}
+    return {
+        id(value): f"{name}.{value.model_type}"
+        for name, value in inner.items()
+        if not hasattr(value, "vocab_size")
+    }
 
 
 def has_forward(module: nn.Module) -> bool:

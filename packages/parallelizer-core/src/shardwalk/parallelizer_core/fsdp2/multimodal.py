@@ -22,7 +22,7 @@ from shardwalk.parallelizer_core._torch_compat import after_backward
 from shardwalk.parallelizer_core.fp32_pins import is_pinned
 from shardwalk.parallelizer_core.fsdp2.nested import map_tensors, tensors_in
 from shardwalk.parallelizer_core.fsdp2.policies import cast_floats
-from shardwalk.parallelizer_core.layers import frozen_towers, has_forward, has_towers, is_in_tower
+from shardwalk.parallelizer_core.layers import frozen_towers, has_forward, has_towers, tower_paths
 from shardwalk.parallelizer_core.parallel_state import current_device
 
 Place = tuple[nn.Module, str]
@@ -42,8 +42,8 @@ def refuse_frozen_sharding(
     if sharding != "root" and not has_towers(model):
         raise ValueError(
             f"{option}={sharding!r} places frozen vision and audio towers, and "
-            f"{type(model).__name__} has none by the names of its modules; use "
-            f"{option}='root'"
+            f"{type(model).__name__} has none by the names of its modules or its configuration; "
+            f"use {option}='root'"
         )
 
 
@@ -83,6 +83,7 @@ def pass_gradients_through(model: nn.Module, blocks: Iterable[tuple[str, nn.Modu
     ranks with an image only. Those without would end their backward at another block, and reduce
     what they trained in another order.
     """
+    is_in_tower = tower_paths(model)
     if any(p.requires_grad and is_in_tower(name) for name, p in model.named_parameters()):
         for name, block in blocks:
             if not is_in_tower(name):

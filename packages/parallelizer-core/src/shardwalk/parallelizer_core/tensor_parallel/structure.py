@@ -15,7 +15,7 @@ from shardwalk.parallelizer_core.layers import (
     BlockStack,
     find_block_stacks,
     frozen_towers,
-    is_in_tower,
+    tower_paths,
 )
 from shardwalk.parallelizer_core.tensor_parallel.block_styles import Styles, block_styles
 from shardwalk.parallelizer_core.tensor_parallel.replicas import WholeInput
@@ -55,6 +55,7 @@ def _plan(model: nn.Module, sequence_parallel: bool) -> dict[str, tuple[Parallel
     first_paths = {module: path for path, module in model.named_modules()}
     styles: dict[str, list[ParallelStyle]] = defaultdict(list)
     # The layers of a tower may be read one by one, and outside of its stack they must be whole.
+    is_in_tower = tower_paths(model)
     are_all_towers = all(is_in_tower(stack.name) for stack in stacks)
     for stack in stacks:
         splits = sequence_parallel and (are_all_towers or not is_in_tower(stack.name))
