@@ -148,6 +148,18 @@ def test_a_scope_that_matches_no_stack_says_what_there_is() -> None:
     run_on_ranks(2, wrong_scopes)
 
 
+def scopes_of_nothing() -> None:
+    for strategy in (FSDP2Config, DDPConfig):
+        config = strategy(activation_checkpointing_scope=["language"])
+        mesh_context = MeshContext.from_meshes(context().device_mesh, strategy_config=config)
+        with pytest.raises(ValueError, match="activation_checkpointing=False; set it, or leave"):
+            parallelize_model(Decoder(), mesh_context)
+
+
+def test_a_scope_without_checkpointing_is_an_error() -> None:
+    run_on_ranks(2, scopes_of_nothing)
+
+
 # Attention
 
 

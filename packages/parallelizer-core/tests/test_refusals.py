@@ -48,6 +48,14 @@ def refused_options():
         ),
     )
     refuses(
+        "'selective' under Megatron-FSDP",
+        MeshContext.from_meshes(
+            context().device_mesh,
+            strategy_config=MegatronFSDPConfig(),
+            activation_checkpointing="selective",
+        ),
+    )
+    refuses(
         "strategy='megatron_fsdp' (needs the package|runs on CUDA only)",
         MeshContext.from_meshes(context().device_mesh, strategy_config=MegatronFSDPConfig()),
     )

@@ -106,6 +106,19 @@ def test_only_module_classes_are_registered():
         register_parallelizer(int, Recording())
 
 
+def test_an_entry_point_that_leads_nowhere_is_named(install):
+    install(
+        "broken",
+        f"""
+        [shardwalk.sidecars]
+        {Foreign.__module__}.{Foreign.__qualname__} = broken_module:missing
+        """,
+        "",
+    )
+    with pytest.raises(ValueError, match=r"Foreign.* by broken \(broken_module:missing\) cannot"):
+        get_model_parallelizer(Foreign())
+
+
 def test_an_installed_package_registers_a_sidecar_for_a_class_it_does_not_own(install):
     install(
         "sidecars",

@@ -63,6 +63,7 @@ def apply_activation_checkpointing(
     """
     resolved = normalize_activation_checkpointing(mode)
     if not resolved:
+        _refuse_unused_scope(scope)
         return
     refuse_checkpointing(model, resolved, scope)
     options = _Options(selective=resolved == "selective", model_name=type(model).__qualname__)
@@ -85,6 +86,8 @@ def refuse_checkpointing(
         ValueError: names the module, or the option and both ways out.
         TypeError: a module in a block has a seam that cannot be used.
     """
+    if not mode:
+        _refuse_unused_scope(scope)
     for name, module in model.named_modules():
         by_hand = any(child == _TORCH_WRAPPED for child, _ in module.named_children())
         if (mode and by_hand) or _is_checkpointed(module):
@@ -103,6 +106,14 @@ def refuse_checkpointing(
         for stack in _stacks(model, scope):
             for _, block in stack.blocks:
                 check_seams(block.modules())
+
+
+def _refuse_unused_scope(scope: ActivationCheckpointingScope | None) -> None:
+    if scope is not None and normalize_activation_checkpointing_scope(scope) != "all":
+        raise ValueError(
+            f"activation_checkpointing_scope={scope!r} selects what activation checkpointing "
+            f"recomputes, and activation_checkpointing=False; set it, or leave the scope out"
+        )
 
 
 def _refuse_scope(

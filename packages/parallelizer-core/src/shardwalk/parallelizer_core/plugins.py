@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from torch import nn
 
@@ -37,7 +38,7 @@ def expert_parallel_provider() -> ExpertParallelProvider:
         raise ValueError(
             f"{len(found)} packages provide an expert-parallel walk: {names}; uninstall all but one"
         )
-    provider: ExpertParallelProvider = found[0].load()
+    provider: ExpertParallelProvider = _load(found[0])
     return provider
 
 
@@ -48,7 +49,8 @@ def installed_sidecar(cls: type[nn.Module]) -> Parallelizer | None:
     name.
 
     Raises:
-        ValueError: two packages registered a sidecar for the same class.
+        ValueError: two packages registered a sidecar for the same class, or one names what it
+            does not hold.
     """
     points = _sidecar_points().get(f"{cls.__module__}.{cls.__qualname__}", ())
     if len(points) > 1:
@@ -56,7 +58,7 @@ def installed_sidecar(cls: type[nn.Module]) -> Parallelizer | None:
         raise ValueError(
             f"{len(points)} sidecars are installed for {cls.__qualname__}: {names}; keep one"
         )
-    return points[0].load() if points else None
+    return _load(points[0]) if points else None
 
 
 @cache
@@ -65,6 +67,16 @@ def _sidecar_points() -> dict[str, tuple[EntryPoint, ...]]:
     for point in entry_points(group=SIDECAR_GROUP):
         points[point.name] = (*points.get(point.name, ()), point)
     return points
+
+
+def _load(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise ValueError(
+            f"the entry point {point.name!r} of group {point.group!r} by {_label(point)} cannot be "
+            f"loaded: {error}; mend or uninstall that package"
+        ) from error
 
 
 def _label(point: EntryPoint) -> str:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwalk.mesh import (
     DDPConfig,
     FSDP2Config,
+    MegatronFSDPConfig,
     MeshContext,
 )
 from shardwalk.parallelizer_core._torch_compat import gradient_hooks_of
@@ -48,9 +49,19 @@ def refuse_context(mesh_context: MeshContext) -> None:
                 f"{axis}_size={size} {_LATER}; use {axis}_size=1 and give those ranks to dp_size"
             )
     _refuse_strategy(mesh_context)
+    _refuse_selective_megatron(mesh_context)
     _refuse_compiled_tensor_parallel(mesh_context)
     _refuse_async_of(mesh_context)
     _refuse_unused_moe_config(mesh_context)
+
+
+def _refuse_selective_megatron(mesh_context: MeshContext) -> None:
+    is_megatron = isinstance(mesh_context.strategy_config, MegatronFSDPConfig)
+    if is_megatron and mesh_context.activation_checkpointing == "selective":
+        raise ValueError(
+            "activation_checkpointing='selective' under Megatron-FSDP, which has no selective "
+            "checkpointing; use 'full', or strategy='fsdp2'"
+        )
 
 
 def _refuse_compiled_tensor_parallel(mesh_context: MeshContext) -> None:
