@@ -11,6 +11,8 @@ from torch import nn
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from shardwalk.mesh import FSDP2Config, ParallelismSizes
+from shardwalk.parallelizer_core.tensor_parallel import ColumnParallel, RowParallel, WholeInput
+from shardwalk.parallelizer_core.tensor_parallel.parallelize import plan_tensors
 from shardwalk.parallelizer_core.testing import ParityCase, TokenBatches, assert_parity
 from tests.matrix.lora_models import lora, with_adapters
 from tests.matrix.tiny_transformers import MODELS, SIZES, normal_weights
@@ -79,3 +81,18 @@ SPLIT_IN_CI = ("every table", "tied, norms of heads", "two adapters")
 )
 def test_adapters_train_to_the_numbers_of_one_process(form: str, sequence_parallel: bool) -> None:
     run(FORMS[form], sequence_parallel=sequence_parallel, clip=0.05)
+
+
+def test_an_adapter_of_a_bare_parameter_is_refused_by_name() -> None:
+    """Its product has the shape of the whole weight: the first forward failed in a matmul."""
+    model: Any = lora(layers=2, target_modules=[], target_parameters=["mlp.gate_proj.weight"])
+    options: dict[str, Any] = {"sequence_parallel": False, "sidecar": None}
+    match = r"mlp.gate_proj, .*ParamWrapper adds to the parameter weight itself .*or use tp_size=1"
+    with pytest.raises(ValueError, match=match):
+        plan_tensors(model, 2, requested=None, **options)
+    whole = {"model.layers.*.mlp": WholeInput(), "model.layers.*.self_attn.o_proj": RowParallel()}
+    whole |= {f"model.layers.*.self_attn.{name}_proj": ColumnParallel() for name in "qkv"}
+    whole |= {"model.layers.*.*_layernorm": WholeInput()}
+    assert plan_tensors(
+        model, 2, requested={f"base_model.model.{p}": s for p, s in whole.items()}, **options
+    )

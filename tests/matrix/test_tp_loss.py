@@ -108,7 +108,14 @@ def a_step() -> None:
     assert logits.shape == (2, 8, 203)
     assert logits.placements == (Shard(2),)
     assert not [s for s in found.shapes if s.numel() >= 16 * 203 and s[-1] == 203]
+    for given in ({"labels": ids}, {"labels": ids, "attention_mask": torch.ones_like(ids)}):
+        with pytest.raises(ValueError, match=r"call parallel_cross_entropy\(model\(ids\)\.logits"):
+            model(ids, **given)
+    with pytest.raises(ValueError, match="generate needs whole logits"):
+        model.generate(ids, max_new_tokens=2)
     keep_logits_split(model, enabled=False)
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (2, 11)
+    assert model(ids, labels=ids).loss.isfinite()
     gathered = model(ids[:, :-1]).logits
     assert not isinstance(gathered, DTensor)
     torch.testing.assert_close(gathered, logits.full_tensor())

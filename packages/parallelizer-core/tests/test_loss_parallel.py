@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import tp_toys as toys
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -14,7 +16,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwalk.parallelizer_core import keep_logits_split, parallel_cross_entropy
+from shardwalk.mesh import DistributedSetup, FSDP2Config, ParallelismSizes
+from shardwalk.parallelizer_core import keep_logits_split, parallel_cross_entropy, parallelize_model
 from shardwalk.parallelizer_core.testing import TinyDecoder, cached, run_on_ranks
 
 ROWS, LENGTH = 3, 5
@@ -137,6 +140,10 @@ def refused() -> None:
         parallel_cross_entropy(split(logits), labels, reduction="avg")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"label_smoothing=1\.5"):
         parallel_cross_entropy(split(logits), labels, label_smoothing=1.5)
+    for logits_given in (split(logits), logits):
+        for dtype in (torch.float32, torch.int32):
+            with pytest.raises(TypeError, match=f"labels are {dtype} and must be torch.int64"):
+                parallel_cross_entropy(logits_given, labels.to(dtype))
     with pytest.raises(ValueError, match="that parallelize_model returned"):
         keep_logits_split(TinyDecoder())
 
@@ -161,3 +168,55 @@ def under_torch() -> None:
 
 def test_torch_takes_the_same_logits() -> None:
     run_on_ranks(2, under_torch)
+
+
+class WithLoss(toys.Decoder):
+    """A model that makes its loss of labels, and of its logits new tokens."""
+
+    split_loss = False
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = super().forward(input_ids)
+        if labels is None:
+            return logits
+        if self.split_loss:
+            return parallel_cross_entropy(logits, labels)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def generate(self, input_ids: Tensor) -> Tensor:
+        return torch.cat([input_ids, self(input_ids)[:, -1:].argmax(-1)], -1)
+
+
+def calls_of_a_model() -> None:
+    config = FSDP2Config(mp_policy={"param_dtype": None, "reduce_dtype": None})
+    setup = DistributedSetup.build(config, parallelism_sizes=ParallelismSizes(tp_size=2))
+    model: Any = parallelize_model(WithLoss(), setup.mesh_context)
+    ids = torch.arange(12).view(2, 6)
+    whole, new = model(ids, labels=ids), model.generate(ids)
+    signature = inspect.signature(model.forward)
+    keep_logits_split(model)
+    keep_logits_split(model)
+    for labels in ({"labels": ids}, ids):
+        args, kwargs = ((ids,), labels) if isinstance(labels, dict) else ((ids, labels), {})
+        with pytest.raises(ValueError, match=r"labels out and call parallel_cross.*enabled=False"):
+            model(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"generate needs whole .*split\(model, enabled=False\)"):
+        model.generate(ids)
+    with pytest.raises(RuntimeError, match="scalar types"):  # not of labels: as it was
+        model(ids.float())
+    assert inspect.signature(model.forward) == signature
+    torch.testing.assert_close(parallel_cross_entropy(model(ids), ids), whole)
+    with loss_parallel():
+        torch.testing.assert_close(model(ids, labels=ids).full_tensor(), whole)
+    model.split_loss = True
+    torch.testing.assert_close(model(ids, labels=ids), whole)
+    model.split_loss = False
+    keep_logits_split(model, enabled=False)
+    assert not {"forward", "generate"} & vars(model).keys()
+    torch.testing.assert_close(model(ids, labels=ids), whole)
+    assert torch.equal(model.generate(ids), new)
+
+
+def test_labels_for_a_loss_of_whole_logits_are_refused_by_name() -> None:
+    """The loss failed deep inside, over whole and split tensors."""
+    run_on_ranks(2, calls_of_a_model)

@@ -83,6 +83,12 @@ class Variant(Adapter):
         self.lora_variant["x"] = Magnitude
 
 
+class OfParameter(Adapter):
+    """What peft makes of a parameter (`target_parameters`)."""
+
+    parameter_name = "weight"
+
+
 class Scaling(nn.Module):
     """An adapter of another kind."""
 
@@ -104,6 +110,7 @@ class Twice(Adapter):
     [
         (Adapter, {"bias": True}, "lora_bias=True of x"),
         (Magnitude, {}, "use_dora=True"),
+        (OfParameter, {}, "OfParameter adds to the parameter weight itself .target_parameters"),
         (Variant, {}, "no plain product of two factors"),
         (Scaling, {}, "Scaling holds scale"),
         (Twice, {}, "stands in another one"),

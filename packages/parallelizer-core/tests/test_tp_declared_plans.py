@@ -442,6 +442,16 @@ def test_a_module_asks_for_the_reduction_of_its_whole_parameters():
         plan_of(asking("sum"), {"layers.*.attention.gain": ColumnParallel()})
 
 
+@pytest.mark.parametrize("asked", ["SUM", "avg", True, 1])
+def test_a_reduction_that_does_not_exist_is_named_before_a_plan_fails(asked):
+    model = asking(None)  # fits no default plan
+    model.norm.tp_gradient_reduction = asked
+    match = rf"tp_gradient_reduction={asked!r} of norm must be one of 'none', 'mean', 'sum'"
+    for patterns in (None, {"no.such.module": WholeInput()}):
+        with pytest.raises(ValueError, match=match):
+            plan_of(model, patterns)
+
+
 def reduced_gradients():
     """Each rank's gradient of a whole norm, after a loss that differs between the ranks."""
     mesh = cached(("declared", 2), lambda: init_device_mesh("cpu", (2,)))

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import tp_toys as toys
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from shardwalk.parallelizer_core.tensor_parallel import ColumnParallel, LocalCounts, RowParallel
+from shardwalk.parallelizer_core.tensor_parallel import (
+    ColumnParallel,
+    LocalCounts,
+    RowParallel,
+    WholeInput,
+)
 from shardwalk.parallelizer_core.tensor_parallel.components import _moves
 from shardwalk.parallelizer_core.tensor_parallel.fused_layouts import FusedLayout, fused_layout
+from shardwalk.parallelizer_core.tensor_parallel.parallelize import plan_tensors
 from shardwalk.parallelizer_core.tensor_parallel.plans import resolve_plan
 from shardwalk.parallelizer_core.tensor_parallel.structure import structural_plan
 from shardwalk.parallelizer_core.tensor_parallel.validation import validate_tp_sizes
@@ -248,6 +258,70 @@ def test_components_of_an_explicit_plan_are_checked():
         ColumnParallel(components=(20, 20), gather_output=True)
     with pytest.raises(ValueError, match="leave one of the two out"):
         RowParallel(components=(20, 20), split_input=True)
+
+
+def asked_of(block, patterns):
+    """The plan with `patterns` and all else in the blocks whole, as `parallelize_model` makes it."""
+    model = toys.meta(toys.Decoder, block)
+    whole = {f"layers.*.norm{i}": WholeInput() for i in (1, 2)}
+    options = {"sequence_parallel": False, "sidecar": None}
+    return plan_tensors(model, 2, requested=whole | patterns, **options)
+
+
+def gated(style, row=None):
+    cut = {"layers.*.mlp.gate_up_proj": style, "layers.*.mlp.down_proj": row or RowParallel()}
+    block = partial(toys.Block, mlp=FusedGated)
+    return asked_of(block, {"layers.*.attention": WholeInput(), **cut})
+
+
+NOT_OF_ITS_COMPONENTS = [
+    (ColumnParallel(), r"ColumnParallel\(\)"),
+    (ColumnParallel(components=(16, 24)), r"ColumnParallel\(components=\(16, 24\)\)"),
+    (ColwiseParallel(), r"ColwiseParallel\(\)"),
+]
+
+
+@pytest.mark.parametrize(("style", "words"), NOT_OF_ITS_COMPONENTS)
+def test_a_plan_that_cuts_a_fused_layer_in_other_components_is_refused(style, words):
+    """It trained to wrong numbers, as each rank took features of the gate for those of up."""
+    match = (
+        f"cuts the fused layers.0.mlp.gate_up_proj with {words}, .* components of 20, 20 features, "
+        r".*use ColumnParallel\(components=\(20, 20\)\), or .*WholeInput\(\) at layers.0.mlp$"
+    )
+    with pytest.raises(ValueError, match=match):
+        gated(style)
+
+
+def test_a_plan_that_hands_on_a_fused_layer_as_its_source_takes_it_is_left_alone():
+    gated(ColumnParallel(components=(20, 20)))
+    gated(ColumnParallel(gather_output=True), RowParallel(split_input=True))
+    gated(ColwiseParallel(use_local_output=False), RowwiseParallel())
+    gated(ColwiseParallel(output_layouts=Replicate()), RowParallel(split_input=True))
+
+
+def projections(style, *around):
+    cut = {"layers.*.attention.qkv_proj": style, "layers.*.attention.o_proj": RowParallel()}
+    cut |= {"layers.*.attention": around} if around else {}
+    block = partial(toys.Block, attention=Fused)
+    return asked_of(block, {"layers.*.mlp": WholeInput(), **cut})
+
+
+def test_a_plan_for_fused_projections_needs_their_components_and_the_counts_of_a_rank():
+    """The first forward failed in a reshape."""
+    way_out = (
+        rf"use ColumnParallel\(components=.{QUERY}, {KEY}, {KEY}.\) beside LocalCounts\(names="
+    )
+    sizes, counts = UNEVEN, LocalCounts(names=COUNTS)
+    for style in (ColumnParallel(), ColwiseParallel()):
+        with pytest.raises(ValueError, match=f"cuts the fused layers.0.attention.qkv.*{way_out}"):
+            projections(style)
+    with pytest.raises(ValueError, match=r"use ColumnParallel\(components=[^)]*\)\), or keep"):
+        projections(ColumnParallel(), counts)
+    with pytest.raises(ValueError, match=f"by counts of all ranks; {way_out}"):
+        projections(ColumnParallel(components=sizes))
+    with pytest.raises(ValueError, match=r"beside LocalCounts\(names=.'num_kv_heads',\)"):
+        projections(ColumnParallel(components=sizes), LocalCounts(names=COUNTS[:1]))
+    projections(ColumnParallel(components=sizes), counts)
 
 
 def test_units_of_a_layer_that_no_table_knows_are_not_cut_through():

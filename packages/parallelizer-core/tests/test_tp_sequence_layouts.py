@@ -172,3 +172,39 @@ def split_twice():
 
 def test_what_is_split_already_is_not_split_again():
     run_on_ranks(2, split_twice)
+
+
+class NormInside(toys.Attention):
+    def __init__(self):
+        super().__init__(qk_norm=True)
+        self.norm = nn.RMSNorm(toys.WIDTH)
+
+    def forward(self, hidden_states):
+        return super().forward(self.norm(hidden_states))
+
+
+def asking(path, value):
+    model = toys.meta(toys.Decoder, lambda: toys.Block(attention=NormInside))
+    model.get_submodule(path).tp_gradient_reduction = value
+    return model
+
+
+@pytest.mark.parametrize("value", ["none", "mean"])
+@pytest.mark.parametrize("path", ["layers.1.norm2", "layers.0.attention.norm"])
+def test_a_module_on_split_hidden_states_cannot_be_taken_for_one_with_whole_input(path, value):
+    """The first forward failed in a product of whole and split tensors."""
+    match = f"tp_gradient_reduction='{value}' of {path} takes .*sequence_parallel=True its hidden "
+    given = sequence_plan(asking(path, "sum"))
+    for requested in (None, given):
+        with pytest.raises(ValueError, match=match):
+            sequence_plan(asking(path, value), requested)
+        assert sequence_plan(asking(path, "sum"), requested)[path] == given[path]
+    whole = plan_tensors(
+        asking(path, value), 2, requested=None, sequence_parallel=False, sidecar=None
+    )
+    assert path in whole
+
+
+@pytest.mark.parametrize("path", ["norm", "layers.0.attention.q_norm"])
+def test_a_module_outside_the_split_sequence_may_ask_for_any_reduction(path):
+    assert path in sequence_plan(asking(path, "mean"))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from shardwalk.parallelizer_core.parallel_state import mesh_context_of, unwrap_model
+from shardwalk.parallelizer_core.split_logit_calls import guard_calls, release_calls
 from shardwalk.parallelizer_core.tensor_parallel.split_heads import split_head_forwards
 
 Reduction = Literal["none", "sum", "mean"]
@@ -27,8 +28,9 @@ def keep_logits_split(model: nn.Module, enabled: bool = True) -> None:
 
     They are then DTensors, `Shard` along the last dimension over the tensor-parallel axis, for
     `parallel_cross_entropy` (or torch's `loss_parallel`); code in the model that works on each
-    logit by itself goes on working. Without tensor parallelism nothing is split, and
-    `parallel_cross_entropy` takes whole logits too.
+    logit by itself goes on working. A loss that the model makes of labels works if it knows of
+    such logits; otherwise the call is a ValueError, and so is one of `generate`. Without tensor
+    parallelism nothing is split, and `parallel_cross_entropy` takes whole logits too.
 
     Args:
         model: what `parallelize_model` returned.
@@ -50,6 +52,7 @@ def keep_logits_split(model: nn.Module, enabled: bool = True) -> None:
         )
     for forward in heads:
         forward.keeps_split = enabled
+    (guard_calls if enabled and heads else release_calls)(unwrap_model(model))
 
 
 def parallel_cross_entropy(
@@ -81,6 +84,7 @@ def parallel_cross_entropy(
     Raises:
         ValueError: another layout or shape, another reduction or smoothing, and on the CPU a label
             outside the vocabulary; on an accelerator such a label makes the loss NaN.
+        TypeError: labels of another dtype.
     """
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction={reduction!r} is not allowed; use 'none', 'sum' or 'mean'")
@@ -91,6 +95,8 @@ def parallel_cross_entropy(
             f"labels of {tuple(labels.shape)} must be a plain tensor of the shape of logits "
             f"{tuple(logits.shape)} without the vocabulary"
         )
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels are {labels.dtype} and must be torch.int64; use labels.long()")
     losses = _losses(logits, labels, ignore_index, label_smoothing)
     if reduction == "none":
         return losses

@@ -7,14 +7,84 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardwalk.parallelizer_core.tensor_parallel.cuts import leaves_split_features
-from shardwalk.parallelizer_core.tensor_parallel.fused_layouts import fused_layout, integer_at
+from shardwalk.parallelizer_core.tensor_parallel.cuts import (
+    COLUMN_STYLES,
+    leaves_split_features,
+    predicted_cuts,
+)
+from shardwalk.parallelizer_core.tensor_parallel.fused_layouts import (
+    FusedLayout,
+    fused_layout,
+    integer_at,
+)
 from shardwalk.parallelizer_core.tensor_parallel.partial_styles import LocalParameters
 from shardwalk.parallelizer_core.tensor_parallel.styles import (
     ColumnParallel,
     LocalCounts,
     RowParallel,
 )
+
+Plan = Mapping[str, tuple[ParallelStyle, ...]]
+
+
+def refuse_unnamed_components(model: nn.Module, plan: Plan) -> None:
+    """Refuse to cut a fused layer otherwise than in the components that its source shows.
+
+    Every rank would compute with features of the wrong ones, most often without an error. A layer
+    whose source shows no components is left to the plan.
+
+    Raises:
+        ValueError: names the layer, the sizes of its components, and the styles that fit.
+    """
+    for path, styles in plan.items():
+        layout = _handed_on_in_parts(model, path, styles)
+        if layout is None or len(layout.components) < 2:
+            continue
+        owner = path.rpartition(".")[0]
+        named = any(getattr(style, "components", ()) == layout.components for style in styles)
+        counts = _global_counts(model, plan, owner, layout)
+        if named and not counts:
+            continue
+        counted = f" beside LocalCounts(names={counts}) at {owner or 'the model'}" if counts else ""
+        raise ValueError(
+            f"the tensor-parallel plan cuts the fused {path} with "
+            f"{_words(styles)}, and the source that calls it takes its output for components of "
+            f"{', '.join(map(str, layout.components))} features, one after the other"
+            f"{', by counts of all ranks' if named else ''}; use "
+            f"ColumnParallel(components={layout.components}){counted}, or keep the layer whole by "
+            f"WholeInput() at {owner or 'all of its parts'}"
+        )
+
+
+def _handed_on_in_parts(
+    model: nn.Module, path: str, styles: tuple[ParallelStyle, ...]
+) -> FusedLayout | None:
+    """The proven layout of a linear layer whose output goes on as this rank's plain part."""
+    module = model.get_submodule(path)
+    if not any(
+        leaves_split_features(style, module) and getattr(style, "use_local_output", True)
+        for style in styles
+    ):
+        return None
+    owner, _, name = path.rpartition(".")
+    return fused_layout(model.get_submodule(owner), name)
+
+
+def _global_counts(
+    model: nn.Module, plan: Plan, owner: str, layout: FusedLayout
+) -> tuple[str, ...]:
+    """The counts that the owner's source reads, and that the plan leaves those of all ranks."""
+    styles = plan.get(owner, ())
+    if predicted_cuts(styles, model.get_submodule(owner)) is None:
+        return ()  # a style of the user's own may see to them
+    local = {n for style in styles if isinstance(style, LocalCounts) for n in style.names}
+    return tuple(name for name in layout.counts if name not in local)
+
+
+def _words(styles: tuple[ParallelStyle, ...]) -> str:
+    style = next(s for s in styles if isinstance(s, COLUMN_STYLES))
+    sizes = getattr(style, "components", ())
+    return f"{type(style).__name__}({f'components={sizes}' if sizes else ''})"
 
 
 def check_components(tp_size: int, path: str, module: nn.Module, style: ParallelStyle) -> None:
@@ -69,9 +139,7 @@ def check_counts(tp_size: int, path: str, module: nn.Module, style: ParallelStyl
             )
 
 
-def check_units(
-    model: nn.Module, tp_size: int, plan: Mapping[str, tuple[ParallelStyle, ...]]
-) -> None:
+def check_units(model: nn.Module, tp_size: int, plan: Plan) -> None:
     """Refuse a tp size that would cut through the units (heads) that a layer's source shows.
 
     Raises:

@@ -94,6 +94,9 @@ def _obstacles(found: Wrapped, path: str, styles: Iterable[ParallelStyle]) -> It
                 f"{type(style).__name__} does not know of adapters (ColumnParallel, RowParallel, "
                 f"VocabularyParallel and FeatureParallel do)"
             )
+    parameter = getattr(found.wrapper, "parameter_name", None)
+    if isinstance(parameter, str):
+        yield f"{kind} adds to the parameter {parameter} itself (target_parameters), as a whole"
     if len(getattr(found.wrapper, "lora_magnitude_vector", ())):
         yield "it learns magnitudes (use_dora=True), which are of whole rows"
     variants = getattr(found.wrapper, "lora_variant", None)

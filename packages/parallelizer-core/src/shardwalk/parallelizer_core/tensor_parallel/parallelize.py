@@ -11,6 +11,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwalk.parallelizer_core.tensor_parallel.adapters import without_wrappers
 from shardwalk.parallelizer_core.tensor_parallel.apply import apply_plan
+from shardwalk.parallelizer_core.tensor_parallel.component_checks import (
+    refuse_unnamed_components,
+)
 from shardwalk.parallelizer_core.tensor_parallel.coverage import check_uncovered
 from shardwalk.parallelizer_core.tensor_parallel.dropout import check_first_numbers, split_dropout
 from shardwalk.parallelizer_core.tensor_parallel.dropout_checks import refuse_unknown_dropout
@@ -76,6 +79,7 @@ def _plan(
     check_plan_with_sidecar(sidecar, model, plan)
     if tp_size == 1:
         return {}
+    refuse_unnamed_components(model, plan)
     getattr(sidecar, "_validate_tp_sizes", validate_tp_sizes)(model, tp_size, plan)
     refuse_open_cuts(model, plan)
     refuse_unpaired_boundaries(model, plan)

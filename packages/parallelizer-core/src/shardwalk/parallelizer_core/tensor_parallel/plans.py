@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shardwalk.parallelizer_core.tensor_parallel.cuts import splits_sequence
 from shardwalk.parallelizer_core.tensor_parallel.default_plans import default_plan
 from shardwalk.parallelizer_core.tensor_parallel.patterns import expand_patterns, plan_styles
+from shardwalk.parallelizer_core.tensor_parallel.replica_requests import requested_styles
 
 PlanFunction = Callable[[nn.Module, bool], Mapping[str, Any]]
 """A plan that depends on the model: called with it and with `sequence_parallel`."""
@@ -62,9 +63,10 @@ def resolve_plan(
     Raises:
         ValueError: a pattern or name that matches nothing, a module that two patterns match, a plan
             without sequence parallelism where it was asked for, a model that the structural default
-            does not fit.
+            does not fit, a module that asks for a gradient reduction that does not exist.
         TypeError: a value that is no style.
     """
+    requested_styles(model)  # before a plan fails for want of what such a module asks for
     if isinstance(requested, str):
         source, patterns = (
             f"tp_plan={requested!r}",

@@ -5,7 +5,11 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardwalk.parallelizer_core.layers import find_block_stacks
+from shardwalk.parallelizer_core.tensor_parallel.cuts import leaves_split_features
 from shardwalk.parallelizer_core.tensor_parallel.replicas import SplitInput, WholeInput
+from shardwalk.parallelizer_core.tensor_parallel.roles import vector_size
+from shardwalk.parallelizer_core.tensor_parallel.styles import LocalCounts, SequenceBoundary
 
 Plan = dict[str, tuple[ParallelStyle, ...]]
 
@@ -38,20 +42,38 @@ def requested_style(path: str, module: nn.Module) -> ParallelStyle | None:
     return _STYLES[asked]
 
 
-def with_requests(model: nn.Module, plan: Plan) -> Plan:
-    """`plan` with what modules ask for, instead of what it says of their whole parameters.
+def requested_styles(model: nn.Module) -> dict[str, ParallelStyle]:
+    """What the modules of `model` ask for, by path.
 
     Raises:
-        ValueError: the plan cuts such a module or what is in it, or an outer module keeps all in it
-            whole in another way.
+        ValueError: an attribute has a value that is not allowed.
     """
-    asked = {
+    return {
         path: style
         for path, module in model.named_modules()
         if (style := requested_style(path, module)) is not None
     }
+
+
+def with_requests(model: nn.Module, plan: Plan) -> Plan:
+    """`plan` with what modules ask for, instead of what it says of their whole parameters.
+
+    Raises:
+        ValueError: the plan cuts such a module or what is in it, an outer module keeps all in it
+            whole in another way, or a module that asks to be taken for one with whole input gets
+            hidden states that are split over the sequence.
+    """
+    asked = requested_styles(model)
+    split = _split_blocks(model, plan) if asked else []
     for path, style in asked.items():
         _refuse_contradictions(path, style, plan)
+        if isinstance(style, WholeInput) and _gets_split_sequence(model, path, plan, split):
+            raise ValueError(
+                f"{ATTRIBUTE}={getattr(model.get_submodule(path), ATTRIBUTE)!r} of {path} takes it "
+                f"for a module that sees its whole input, and under sequence_parallel=True its "
+                f"hidden states are split over the sequence; use 'sum', leave the attribute out, "
+                f"or use sequence_parallel=False"
+            )
     merged = plan | {path: (style,) for path, style in asked.items()}
     return {path: merged[path] for path, _ in model.named_modules() if path in merged}
 
@@ -69,3 +91,38 @@ def _refuse_contradictions(path: str, style: ParallelStyle, plan: Plan) -> None:
                 f"the tensor-parallel plan has {type(styles[0]).__name__}() at "
                 f"{other or 'the model'}; drop one of the two"
             )
+
+
+def _split_blocks(model: nn.Module, plan: Plan) -> list[str]:
+    """The blocks between whose boundaries hidden states are split over the sequence."""
+    stacks = [[path for path, _ in stack.blocks] for stack in find_block_stacks(model)]
+    bounded = {
+        p for p, styles in plan.items() if any(isinstance(s, SequenceBoundary) for s in styles)
+    }
+    return [path for paths in stacks if bounded.intersection(paths) for path in paths]
+
+
+def _gets_split_sequence(model: nn.Module, path: str, plan: Plan, blocks: list[str]) -> bool:
+    """Whether a module works on the hidden states of its block, and not within a split layer."""
+    block = next((b for b in blocks if path.startswith(f"{b}.")), None)
+    owner = path.rpartition(".")[0]
+    while block is not None:
+        widths = _widths_of_columns(model, owner, plan)
+        if widths:
+            return vector_size(model.get_submodule(path)) in widths
+        if owner == block:
+            return True
+        if not all(isinstance(style, LocalCounts) for style in plan.get(owner, ())):
+            return False  # its style decides what is handed on in it
+        owner = owner.rpartition(".")[0]
+    return False
+
+
+def _widths_of_columns(model: nn.Module, owner: str, plan: Plan) -> set[int]:
+    """The widths of what goes into the column-cut layers of one module."""
+    columns = [
+        child
+        for name, child in model.get_submodule(owner).named_children()
+        if any(leaves_split_features(s, child) for s in plan.get(f"{owner}.{name}", ()))
+    ]
+    return {child.in_features for child in columns if isinstance(child, nn.Linear)}
