@@ -23,6 +23,7 @@ from shardwalk.parallelizer_core.ddp import wrap_ddp
 from shardwalk.parallelizer_core.fsdp2.multimodal import refuse_frozen_sharding
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments, fsdp2_config
 from shardwalk.parallelizer_core.fsdp2.walk import finish_units
+from shardwalk.parallelizer_core.fsdp2.zero_grad import clear_shards_in_every_unit
 from shardwalk.parallelizer_core.megatron_fsdp import refuse_megatron_fsdp, wrap_megatron_fsdp
 from shardwalk.parallelizer_core.packed_sequences import hide_positions
 from shardwalk.parallelizer_core.parallel_state import record_mesh_context, unwrap_model
@@ -87,6 +88,7 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     _change_calls(unwrap_model(parallelized), mesh_context, autocast_to)
     if target is not model:
         parallelized = _wrapper_around(parallelized, target, model)
+        clear_shards_in_every_unit(parallelized)
         record_mesh_context(target, mesh_context)
     if mesh_context.device_mesh is not None:
         watch_optimizers(before, parallelized)
