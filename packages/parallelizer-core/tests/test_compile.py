@@ -8,9 +8,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from walk_toys import BF16, Block, Decoder, context, full_gradients, ids
 
-from shardwalk.mesh import DDPConfig, MeshContext
-from shardwalk.parallelizer_core import (
-    _torch_compat as compat,
+from shardwalk.mesh import (
+    DDPConfig,
+    MeshContext,
 )
 from shardwalk.parallelizer_core import (
     compile_parallelized_model,
@@ -18,6 +18,9 @@ from shardwalk.parallelizer_core import (
     parallelize_model,
     record_or_replay,
     replay_contexts,
+)
+from shardwalk.parallelizer_core import (
+    _torch_compat as compat,
 )
 from shardwalk.parallelizer_core.testing import TinyDecoder, run_on_ranks
 
@@ -273,6 +276,56 @@ def refused():
 
 def test_a_model_without_blocks_is_refused_and_nothing_else_is_compiled():
     on_ranks(1, refused)
+
+
+class Wrapper(nn.Module):
+    """Names its base model, as a wrapper that adds adapters does."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def get_base_model(self):
+        return self.base
+
+    def forward(self, *args):
+        return self.base(*args)
+
+
+class Prompted(Wrapper):
+    """A wrapper with parameters of its own, which is the root unit."""
+
+    def __init__(self, base):
+        super().__init__(base)
+        self.prompt = nn.Parameter(torch.ones(()))
+
+    def forward(self, *args):
+        return super().forward(*args) * self.prompt
+
+
+def through_a_wrapper(make, compiled_first):
+    expected = steps(parallel(make(tiny()), None))
+    if compiled_first:  # and wrapped afterwards
+        model = make(parallel(tiny(), "eager"))
+        compile_parallelized_model(model, context(enable_compile=True), backend="aot_eager")
+    else:
+        model = parallel(make(tiny()))
+    backends = {vars(each)["forward"]._kind.backend for each in model.base.layers}
+    found = steps(model)
+    error = difference(found, expected)
+    return error, backends, describe_compiled(model), describe_compiled(model.base)
+
+
+@pytest.mark.parametrize(
+    ("make", "compiled_first"), [(Wrapper, False), (Wrapper, True), (Prompted, False)]
+)
+def test_a_backend_and_the_table_of_blocks_find_a_base_model_in_its_wrapper(make, compiled_first):
+    error, backends, outer, base = on_ranks(1, through_a_wrapper, make, compiled_first)[0]
+    assert error < 1e-5
+    assert backends == {"aot_eager"}
+    assert outer == base
+    (blocks,) = outer
+    assert (blocks.class_name, blocks.blocks, blocks.runs) == ("Block", 2, 2 * 2)
 
 
 def asks_for_a_view(x):
