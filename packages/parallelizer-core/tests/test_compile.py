@@ -4,15 +4,21 @@ import warnings
 
 import pytest
 import torch
+import tp_toys
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
 from walk_toys import BF16, Block, Decoder, context, full_gradients, ids
 
 from shardwalk.mesh import (
     DDPConfig,
+    DistributedSetup,
+    FSDP2Config,
     MeshContext,
+    ParallelismSizes,
 )
 from shardwalk.parallelizer_core import (
+    ModelParallelizer,
     compile_parallelized_model,
     describe_compiled,
     parallelize_model,
@@ -326,6 +332,54 @@ def test_a_backend_and_the_table_of_blocks_find_a_base_model_in_its_wrapper(make
     assert outer == base
     (blocks,) = outer
     assert (blocks.class_name, blocks.blocks, blocks.runs) == ("Block", 2, 2 * 2)
+
+
+def backends_that_nothing_is_compiled_with():
+    compiled = context(enable_compile=True)
+    ddp = MeshContext.from_meshes(compiled.device_mesh, strategy_config=DDPConfig())
+    model, replicated = parallelize_model(tiny(), compiled), parallelize_model(tiny(), ddp)
+    cases = [
+        (model, compiled, "nosuch", "backend='nosuch' is none .* use one of aot_eager, .*inductor"),
+        (replicated, ddp, "eager", "backend='eager' under strategy='ddp' .*strategy='fsdp2'"),
+        (replicated, compiled, None, "compile=True under strategy='ddp' .*strategy='fsdp2'"),
+        (replicated.module, compiled, None, "compile=True under strategy='ddp'"),
+        (DistributedDataParallel(tiny()), compiled, None, "True under DistributedDataParallel"),
+        (model, context(), "eager", "enable_compile=False; make it .*enable_compile=True"),
+        (tiny(), MeshContext(), "eager", "enable_compile=False; make it .*enable_compile=True"),
+    ]
+    for subject, mesh_context, backend, message in cases:
+        with pytest.raises(ValueError, match=message):
+            compile_parallelized_model(subject, mesh_context, backend=backend)
+    compile_parallelized_model(replicated, ddp)
+    assert describe_compiled(replicated) == []
+
+
+def test_a_backend_that_nothing_would_be_compiled_with_is_an_error_at_once():
+    on_ranks(1, backends_that_nothing_is_compiled_with)
+
+
+def compiled_tensor_parallel(wrap):
+    sizes = ParallelismSizes(tp_size=2)
+    split = DistributedSetup.build("fsdp2", parallelism_sizes=sizes).mesh_context
+    model = parallelize_model(tp_toys.Decoder(), split)
+    model = Wrapper(model) if wrap else model
+    messages = []
+    asking = FSDP2Config(enable_compile=True)
+    for given in (
+        context(enable_compile=True),
+        MeshContext.from_meshes(split.device_mesh, strategy_config=asking),
+    ):
+        with pytest.raises(ValueError, match="enable_compile=True beside tp_size=2"):
+            compile_parallelized_model(model, given)
+        messages.append(describe_compiled(model))
+    with pytest.raises(ValueError, match="enable_compile=True beside tp_size=2"):
+        ModelParallelizer()._apply(tp_toys.Decoder(), split.device_mesh, enable_compile=True)
+    return messages
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_tensor_parallel_model_is_refused_whatever_context_is_given(wrap):
+    assert on_ranks(2, compiled_tensor_parallel, wrap) == [[[], []]] * 2
 
 
 def asks_for_a_view(x):

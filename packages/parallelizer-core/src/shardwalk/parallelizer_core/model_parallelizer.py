@@ -31,6 +31,7 @@ from shardwalk.parallelizer_core.parallelizer import ModelParallelizer
 from shardwalk.parallelizer_core.plugins import installed_sidecar
 from shardwalk.parallelizer_core.protocols import FinalizesParallelization, Parallelizer
 from shardwalk.parallelizer_core.refusals import (
+    refuse_compile,
     refuse_context,
     refuse_model,
     refuse_offload,
@@ -143,9 +144,19 @@ def compile_parallelized_model(
     `parallelize_model` does so at its end, for torch's `inductor`. A call after it changes nothing,
     unless it names another backend. Graphs are made at the first call of each kind of block;
     `describe_compiled` tells of them.
+
+    Args:
+        model: what `parallelize_model` returned, or the base model that it wraps.
+        mesh_context: the context of `model`; FSDP2's `enable_compile=True` asks for it.
+        backend: one of ``torch.compiler.list_backends(exclude_tags=())``.
+
+    Raises:
+        ValueError: torch has no such backend; one is given and `mesh_context` does not ask for
+            compiled blocks, which no strategy but FSDP2 can; `model` is a wrapper of DDP or
+            Megatron-FSDP, or tensor-parallel, and is asked to be compiled.
     """
-    strategy = mesh_context.strategy_config
-    if isinstance(strategy, FSDP2Config) and strategy.enable_compile:
+    refuse_compile(model, mesh_context, backend)
+    if fsdp2_config(mesh_context).enable_compile:
         compile_blocks(model, backend)
 
 
