@@ -1,4 +1,4 @@
-"""Saving, exporting and generating on a tensor-parallel mesh."""
+"""Saving, exporting, generating and `zero_grad` on a tensor-parallel mesh."""
 
 from __future__ import annotations
 
@@ -159,3 +159,21 @@ def test_recomputation_changes_no_bit_of_a_bf16_gradient(
     mode: str, sequence_parallel: bool
 ) -> None:
     assert run_on_ranks(4, recomputation_differs, mode, sequence_parallel) == [[]] * 4
+
+
+def gradients_of_two_steps(between: bool) -> dict[str, Tensor]:
+    model = built("qwen3", "tp 2 x fsdp 2")
+    for _ in range(2):
+        if not between:
+            model.zero_grad()
+        loss = model(torch.arange(1, 13).view(2, 6)).logits.square().mean()
+        if between:
+            model.zero_grad()
+        loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_zero_grad_between_forward_and_backward_reaches_the_shards() -> None:
+    expected = run_on_ranks(4, gradients_of_two_steps, False)[0]
+    for gradients in run_on_ranks(4, gradients_of_two_steps, True):
+        assert all(torch.equal(gradients[name], value) for name, value in expected.items())

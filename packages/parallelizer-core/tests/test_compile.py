@@ -4,20 +4,29 @@ import warnings
 
 import pytest
 import torch
+import tp_toys
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
 from walk_toys import BF16, Block, Decoder, context, full_gradients, ids
 
-from shardwalk.mesh import DDPConfig, MeshContext
-from shardwalk.parallelizer_core import (
-    _torch_compat as compat,
+from shardwalk.mesh import (
+    DDPConfig,
+    DistributedSetup,
+    FSDP2Config,
+    MeshContext,
+    ParallelismSizes,
 )
 from shardwalk.parallelizer_core import (
+    ModelParallelizer,
     compile_parallelized_model,
     describe_compiled,
     parallelize_model,
     record_or_replay,
     replay_contexts,
+)
+from shardwalk.parallelizer_core import (
+    _torch_compat as compat,
 )
 from shardwalk.parallelizer_core.testing import TinyDecoder, run_on_ranks
 
@@ -273,6 +282,104 @@ def refused():
 
 def test_a_model_without_blocks_is_refused_and_nothing_else_is_compiled():
     on_ranks(1, refused)
+
+
+class Wrapper(nn.Module):
+    """Names its base model, as a wrapper that adds adapters does."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def get_base_model(self):
+        return self.base
+
+    def forward(self, *args):
+        return self.base(*args)
+
+
+class Prompted(Wrapper):
+    """A wrapper with parameters of its own, which is the root unit."""
+
+    def __init__(self, base):
+        super().__init__(base)
+        self.prompt = nn.Parameter(torch.ones(()))
+
+    def forward(self, *args):
+        return super().forward(*args) * self.prompt
+
+
+def through_a_wrapper(make, compiled_first):
+    expected = steps(parallel(make(tiny()), None))
+    if compiled_first:  # and wrapped afterwards
+        model = make(parallel(tiny(), "eager"))
+        compile_parallelized_model(model, context(enable_compile=True), backend="aot_eager")
+    else:
+        model = parallel(make(tiny()))
+    backends = {vars(each)["forward"]._kind.backend for each in model.base.layers}
+    found = steps(model)
+    error = difference(found, expected)
+    return error, backends, describe_compiled(model), describe_compiled(model.base)
+
+
+@pytest.mark.parametrize(
+    ("make", "compiled_first"), [(Wrapper, False), (Wrapper, True), (Prompted, False)]
+)
+def test_a_backend_and_the_table_of_blocks_find_a_base_model_in_its_wrapper(make, compiled_first):
+    error, backends, outer, base = on_ranks(1, through_a_wrapper, make, compiled_first)[0]
+    assert error < 1e-5
+    assert backends == {"aot_eager"}
+    assert outer == base
+    (blocks,) = outer
+    assert (blocks.class_name, blocks.blocks, blocks.runs) == ("Block", 2, 2 * 2)
+
+
+def backends_that_nothing_is_compiled_with():
+    compiled = context(enable_compile=True)
+    ddp = MeshContext.from_meshes(compiled.device_mesh, strategy_config=DDPConfig())
+    model, replicated = parallelize_model(tiny(), compiled), parallelize_model(tiny(), ddp)
+    cases = [
+        (model, compiled, "nosuch", "backend='nosuch' is none .* use one of aot_eager, .*inductor"),
+        (replicated, ddp, "eager", "backend='eager' under strategy='ddp' .*strategy='fsdp2'"),
+        (replicated, compiled, None, "compile=True under strategy='ddp' .*strategy='fsdp2'"),
+        (replicated.module, compiled, None, "compile=True under strategy='ddp'"),
+        (DistributedDataParallel(tiny()), compiled, None, "True under DistributedDataParallel"),
+        (model, context(), "eager", "enable_compile=False; make it .*enable_compile=True"),
+        (tiny(), MeshContext(), "eager", "enable_compile=False; make it .*enable_compile=True"),
+    ]
+    for subject, mesh_context, backend, message in cases:
+        with pytest.raises(ValueError, match=message):
+            compile_parallelized_model(subject, mesh_context, backend=backend)
+    compile_parallelized_model(replicated, ddp)
+    assert describe_compiled(replicated) == []
+
+
+def test_a_backend_that_nothing_would_be_compiled_with_is_an_error_at_once():
+    on_ranks(1, backends_that_nothing_is_compiled_with)
+
+
+def compiled_tensor_parallel(wrap):
+    sizes = ParallelismSizes(tp_size=2)
+    split = DistributedSetup.build("fsdp2", parallelism_sizes=sizes).mesh_context
+    model = parallelize_model(tp_toys.Decoder(), split)
+    model = Wrapper(model) if wrap else model
+    messages = []
+    asking = FSDP2Config(enable_compile=True)
+    for given in (
+        context(enable_compile=True),
+        MeshContext.from_meshes(split.device_mesh, strategy_config=asking),
+    ):
+        with pytest.raises(ValueError, match="enable_compile=True beside tp_size=2"):
+            compile_parallelized_model(model, given)
+        messages.append(describe_compiled(model))
+    with pytest.raises(ValueError, match="enable_compile=True beside tp_size=2"):
+        ModelParallelizer()._apply(tp_toys.Decoder(), split.device_mesh, enable_compile=True)
+    return messages
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_tensor_parallel_model_is_refused_whatever_context_is_given(wrap):
+    assert on_ranks(2, compiled_tensor_parallel, wrap) == [[[], []]] * 2
 
 
 def asks_for_a_view(x):

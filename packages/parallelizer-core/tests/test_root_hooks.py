@@ -1,4 +1,4 @@
-"""What the root does around a forward: resharding without gradients, recovery, dtype errors."""
+"""What the root does around a forward: resharding, recovery, dtype errors, `zero_grad`."""
 
 from contextlib import nullcontext
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
-from walk_toys import BF16, Decoder, ids, sharded
+from walk_toys import BF16, FULL, Decoder, context, ids, sharded
 
+from shardwalk.parallelizer_core import no_sync, parallelize_model
 from shardwalk.parallelizer_core.testing import RankError, run_on_ranks
 from shardwalk.parallelizer_core.testing.collectives import CountCollectives
 
@@ -154,3 +155,102 @@ def test_a_frozen_model_is_sharded_after_its_forward():
     for left, left_after_backward, grad in run_on_ranks(2, frozen_model_left_gathered):
         assert left == left_after_backward == []
         torch.testing.assert_close(grad, inputs.grad)
+
+
+class Wrapper(torch.nn.Module):
+    """Names its base model, as a wrapper that adds adapters does."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def get_base_model(self):
+        return self.base
+
+    def forward(self, *args):
+        return self.base(*args)
+
+
+def decoder(wrapper):
+    torch.manual_seed(7)
+    return wrapper(Decoder()) if wrapper else Decoder()
+
+
+def clear_between(model, set_to_none):
+    """The parameters after three steps, with gradients cleared between forward and backward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        loss = model(ids(2, 5 + step)).square().mean()
+        model.zero_grad(set_to_none=set_to_none)
+        loss.backward()
+        optimizer.step()
+    model(ids())  # no backward follows
+    model.zero_grad(set_to_none=set_to_none)
+    model(ids()).square().mean().backward()
+    return parameters_and_gradients(model)
+
+
+def parameters_and_gradients(model):
+    named = dict(model.named_parameters())
+    return {n: (whole(p.detach()), whole(p.grad)) for n, p in named.items()}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clear_between_on_ranks(wrapper, replicas, set_to_none):
+    model = parallelize_model(decoder(wrapper), context(dp_replicate_size=replicas))
+    keys = list(model.state_dict())
+    found = clear_between(model, set_to_none)
+    assert list(model.state_dict()) == keys == list(decoder(wrapper).state_dict())
+    return found
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("wrapper", [None, Wrapper])
+@pytest.mark.parametrize(("world", "replicas"), [(1, None), (2, None), (2, 2)])
+def test_zero_grad_between_forward_and_backward(world, replicas, wrapper, set_to_none):
+    """The units that stay gathered for the backward kept the gradients of the step before."""
+    expected = clear_between(decoder(wrapper), set_to_none)
+    results = run_on_ranks(world, clear_between_on_ranks, wrapper, replicas, set_to_none)
+    for found in results:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def clear_blocks(set_to_none):
+    model = sharded()
+    found = []
+    for _ in range(2):
+        loss = model(ids()).square().mean()
+        for layer in model.layers:
+            layer.zero_grad(set_to_none)
+        loss.backward()
+        found.append({n: p.grad.full_tensor() for n, p in model.layers.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_a_block(set_to_none):
+    for once, again in run_on_ranks(2, clear_blocks, set_to_none):
+        torch.testing.assert_close(once, again, rtol=0, atol=0)
+
+
+def clear_in_an_accumulation(mp_policy, set_to_none):
+    model = sharded(options={"mp_policy": mp_policy})
+    found = []
+    for abandoned in (False, True):
+        if abandoned:
+            with no_sync(model):
+                model(ids(3)).square().mean().backward()
+        model.zero_grad(set_to_none)
+        model(ids()).square().mean().backward()
+        found.append(parameters_and_gradients(model))
+    return found
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("mp_policy", [FULL, BF16], ids=["fp32", "bf16"])
+def test_zero_grad_clears_what_was_not_reduced_yet(mp_policy, set_to_none):
+    for once, again in run_on_ranks(2, clear_in_an_accumulation, mp_policy, set_to_none):
+        torch.testing.assert_close(once, again, rtol=0, atol=0)

@@ -47,6 +47,13 @@ def units() -> None:
     compat.restore_sync_flags(first, [(True, False)])
     assert compat.sync_flags_of(first) == [(True, False)]
     assert compat.offloaded_parameters(model) == {id(p) for p in model.parameters()}
+    shards = [p for unit in compat.fsdp_units(model) for p in compat.sharded_parameters(unit)]
+    assert {id(p) for p in shards} == {id(p) for p in model.parameters()}
+    first.unshard()
+    assert not any(
+        p is shown for p in compat.sharded_parameters(first) for shown in first.parameters()
+    )
+    first.reshard()
     assert compat.offloaded_parameters(toys.fsdp(toys.toy())) == set()
 
 

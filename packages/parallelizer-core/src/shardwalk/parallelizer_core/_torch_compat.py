@@ -56,6 +56,7 @@ __all__ = [
     "own_output",
     "param_groups_of",
     "restore_sync_flags",
+    "sharded_parameters",
     "sync_flags_of",
     "tensor_version",
     "without_innermost_mode",
@@ -277,7 +278,7 @@ def restore_sync_flags(module: FSDPModule, flags: Sequence[tuple[bool, bool]]) -
 def drop_unreduced_gradients(module: FSDPModule) -> None:
     """Forget what backwards without sync left in the unit for a later reduction (2.13.0).
 
-    ``zero_grad`` does not reach these gradients: they are kept beside the parameters.
+    torch's ``zero_grad`` does not reach these gradients: they are kept beside the parameters.
     """
     for group in param_groups_of(module):
         group._partial_reduce_output = None
@@ -338,6 +339,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def is_persistent_buffer(module: nn.Module, name: str) -> bool:
     """Whether a buffer of the module is part of its state dict (2.13.0; only stored privately)."""
     return name not in module._non_persistent_buffers_set
+
+
+def sharded_parameters(module: FSDPModule) -> list[Tensor]:
+    """The shards of one unit, which `parameters()` does not give while it is gathered (2.13.0)."""
+    return [param.sharded_param for group in param_groups_of(module) for param in group.fsdp_params]
 
 
 def offloaded_parameters(model: nn.Module) -> set[int]:

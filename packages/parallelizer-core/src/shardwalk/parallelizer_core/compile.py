@@ -28,6 +28,7 @@ from shardwalk.parallelizer_core.activation_checkpointing import (
     CheckpointedForward,
     is_cache,
 )
+from shardwalk.parallelizer_core.base_models import base_model_of
 from shardwalk.parallelizer_core.compile_breaks import Break, breaks_of, run_outside_of_graphs
 from shardwalk.parallelizer_core.layers import BlockStack, find_block_stacks
 from shardwalk.parallelizer_core.parallel_state import class_of, unwrap_model
@@ -63,19 +64,22 @@ class CompiledBlocks:
 def compile_blocks(model: nn.Module, backend: str | None = None) -> None:
     """Compile the blocks of `model` in place, each kind of block once, at its first call.
 
-    A second call changes nothing, except that another backend takes the place of the first.
+    A second call changes nothing, except that another backend takes the place of the first. A
+    wrapper and the base model that it names are one model here.
     """
     inner = unwrap_model(model)
-    if inner not in _kinds:
-        _kinds[inner] = _install(find_block_stacks(inner))
+    kinds = _kinds.setdefault(base_model_of(inner), [])
+    if not kinds:
+        kinds += _install(find_block_stacks(inner))
     if backend is not None:
-        for kind in _kinds[inner]:
+        for kind in kinds:
             kind.use(backend)
 
 
 def describe_compiled(model: nn.Module) -> list[CompiledBlocks]:
     """What became of each kind of block of a compiled model; nothing for any other model."""
-    return [kind.describe() for kind in _kinds.get(unwrap_model(model), ())]
+    base = base_model_of(unwrap_model(model))
+    return [kind.describe() for kind in _kinds.get(base, ())]
 
 
 @dataclass

@@ -23,6 +23,7 @@ from shardwalk.parallelizer_core.ddp import wrap_ddp
 from shardwalk.parallelizer_core.fsdp2.multimodal import refuse_frozen_sharding
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments, fsdp2_config
 from shardwalk.parallelizer_core.fsdp2.walk import finish_units
+from shardwalk.parallelizer_core.fsdp2.zero_grad import clear_shards_in_every_unit
 from shardwalk.parallelizer_core.megatron_fsdp import refuse_megatron_fsdp, wrap_megatron_fsdp
 from shardwalk.parallelizer_core.packed_sequences import hide_positions
 from shardwalk.parallelizer_core.parallel_state import record_mesh_context, unwrap_model
@@ -30,6 +31,7 @@ from shardwalk.parallelizer_core.parallelizer import ModelParallelizer
 from shardwalk.parallelizer_core.plugins import installed_sidecar
 from shardwalk.parallelizer_core.protocols import FinalizesParallelization, Parallelizer
 from shardwalk.parallelizer_core.refusals import (
+    refuse_compile,
     refuse_context,
     refuse_model,
     refuse_offload,
@@ -87,6 +89,7 @@ def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     _change_calls(unwrap_model(parallelized), mesh_context, autocast_to)
     if target is not model:
         parallelized = _wrapper_around(parallelized, target, model)
+        clear_shards_in_every_unit(parallelized)
         record_mesh_context(target, mesh_context)
     if mesh_context.device_mesh is not None:
         watch_optimizers(before, parallelized)
@@ -141,9 +144,19 @@ def compile_parallelized_model(
     `parallelize_model` does so at its end, for torch's `inductor`. A call after it changes nothing,
     unless it names another backend. Graphs are made at the first call of each kind of block;
     `describe_compiled` tells of them.
+
+    Args:
+        model: what `parallelize_model` returned, or the base model that it wraps.
+        mesh_context: the context of `model`; FSDP2's `enable_compile=True` asks for it.
+        backend: one of ``torch.compiler.list_backends(exclude_tags=())``.
+
+    Raises:
+        ValueError: torch has no such backend; one is given and `mesh_context` does not ask for
+            compiled blocks, which no strategy but FSDP2 can; `model` is a wrapper of DDP or
+            Megatron-FSDP, or tensor-parallel, and is asked to be compiled.
     """
-    strategy = mesh_context.strategy_config
-    if isinstance(strategy, FSDP2Config) and strategy.enable_compile:
+    refuse_compile(model, mesh_context, backend)
+    if fsdp2_config(mesh_context).enable_compile:
         compile_blocks(model, backend)
 
 

@@ -29,7 +29,10 @@ from shardwalk.parallelizer_core.fsdp2.multimodal import refuse_frozen_sharding
 from shardwalk.parallelizer_core.fsdp2.options import apply_arguments
 from shardwalk.parallelizer_core.fsdp2.walk import UnitOptions, walk_dense
 from shardwalk.parallelizer_core.plugins import expert_parallel_provider
-from shardwalk.parallelizer_core.refusals import refuse_async_tensor_parallel
+from shardwalk.parallelizer_core.refusals import (
+    refuse_async_tensor_parallel,
+    refuse_compiled_tensor_parallel,
+)
 from shardwalk.parallelizer_core.start_values import check_equal_start
 from shardwalk.parallelizer_core.tensor_parallel.parallelize import (
     describe_plan,
@@ -116,6 +119,7 @@ class ModelParallelizer:
             tp_size=tp_size,
             device_type=device_mesh.device_type,
         )
+        refuse_compiled_tensor_parallel(enable_compile, tp_size)
         if tp_mesh is not None and tp_size > 1:
             self._validate_tp_mesh(model, tp_mesh)
         if reapply_trainability is not None:  # a plan leaves frozen towers whole

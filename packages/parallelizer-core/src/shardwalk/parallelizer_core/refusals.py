@@ -20,8 +20,13 @@ from shardwalk.mesh import (
 )
 from shardwalk.parallelizer_core._torch_compat import gradient_hooks_of
 from shardwalk.parallelizer_core.layers import find_block_stacks, has_forward
+from shardwalk.parallelizer_core.parallel_state import mesh_context_of, unwrap_model
 
 _LATER = "is not in this version of shardwalk-parallelizer-core"
+_WITHOUT_FSDP2 = (
+    f"{{}} under {{}} {_LATER}, which compiles the blocks of strategy='fsdp2' alone; use that with "
+    f"enable_compile=True, or do not ask for compiled blocks"
+)
 
 
 def refuse_context(mesh_context: MeshContext) -> None:
@@ -50,7 +55,7 @@ def refuse_context(mesh_context: MeshContext) -> None:
             )
     _refuse_strategy(mesh_context)
     _refuse_selective_megatron(mesh_context)
-    _refuse_compiled_tensor_parallel(mesh_context)
+    refuse_compiled_tensor_parallel(_compiles(mesh_context), mesh_context.tp_size)
     _refuse_async_of(mesh_context)
     _refuse_unused_moe_config(mesh_context)
 
@@ -64,15 +69,81 @@ def _refuse_selective_megatron(mesh_context: MeshContext) -> None:
         )
 
 
-def _refuse_compiled_tensor_parallel(mesh_context: MeshContext) -> None:
+def _compiles(mesh_context: MeshContext) -> bool:
     strategy = mesh_context.strategy_config
-    compiles = isinstance(strategy, FSDP2Config) and strategy.enable_compile
-    if compiles and mesh_context.tp_size > 1:
+    return isinstance(strategy, FSDP2Config) and strategy.enable_compile
+
+
+def refuse_compiled_tensor_parallel(enabled: bool, tp_size: int) -> None:
+    """Refuse to compile blocks that are split over tensor-parallel ranks.
+
+    Raises:
+        ValueError: names the size and the way out.
+    """
+    if enabled and tp_size > 1:
         raise ValueError(
-            f"enable_compile=True beside tp_size={mesh_context.tp_size} {_LATER}, whose "
+            f"enable_compile=True beside tp_size={tp_size} {_LATER}, whose "
             f"tensor-parallel layers show their shards in a way that torch cannot trace; use "
             f"enable_compile=False or tp_size=1"
         )
+
+
+def refuse_compile(model: nn.Module, mesh_context: MeshContext, backend: str | None = None) -> None:
+    """Refuse to compile what cannot be, and a backend that nothing would be compiled with.
+
+    Args:
+        model: a parallelized model, which may have been made with another context than this one.
+        mesh_context: as it is given along with `backend`.
+        backend: as for `torch.compile`; None is none in particular.
+
+    Raises:
+        ValueError: names the backend, the strategy or the size, and the way out.
+    """
+    if backend is not None:
+        _refuse_backend(backend, mesh_context)
+    if not _compiles(mesh_context):
+        return
+    made_with = mesh_context_of(model)
+    other = _strategy_without_compile(made_with) if made_with is not None else None
+    if other is not None or unwrap_model(model) is not model:
+        given = f"strategy={other!r}" if other else type(model).__name__
+        raise ValueError(_WITHOUT_FSDP2.format("enable_compile=True", given))
+    refuse_compiled_tensor_parallel(True, max(mesh_context.tp_size, _tensor_parallel_size(model)))
+
+
+def _refuse_backend(backend: str, mesh_context: MeshContext) -> None:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(
+            f"backend={backend!r} is none that torch has; use one of {', '.join(known)}"
+        )
+    other = _strategy_without_compile(mesh_context)
+    if other is not None:
+        raise ValueError(_WITHOUT_FSDP2.format(f"backend={backend!r}", f"strategy={other!r}"))
+    if not _compiles(mesh_context):
+        raise ValueError(
+            f"backend={backend!r} would compile nothing, because the context has "
+            f"enable_compile=False; make it with FSDP2Config(enable_compile=True), or leave "
+            f"backend out"
+        )
+
+
+def _strategy_without_compile(mesh_context: MeshContext) -> str | None:
+    strategy = mesh_context.strategy_config
+    if isinstance(strategy, DDPConfig):
+        return "ddp"
+    return "megatron_fsdp" if isinstance(strategy, MegatronFSDPConfig) else None
+
+
+def _tensor_parallel_size(model: nn.Module) -> int:
+    """Over how many ranks parameters of `model` are split as tensors; 1 if none is."""
+    made_with = mesh_context_of(model)
+    sizes = [1 if made_with is None else made_with.tp_size]
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            axes = parameter.device_mesh.mesh_dim_names or ()
+            sizes += [parameter.device_mesh.size(dim) for dim, n in enumerate(axes) if n == "tp"]
+    return max(sizes)
 
 
 def _refuse_async_of(mesh_context: MeshContext) -> None:

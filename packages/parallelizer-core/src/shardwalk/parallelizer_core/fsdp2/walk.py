@@ -23,6 +23,7 @@ from shardwalk.parallelizer_core.fsdp2.policies import block_policy, inner_polic
 from shardwalk.parallelizer_core.fsdp2.prefetch import chain_prefetch
 from shardwalk.parallelizer_core.fsdp2.replicated_parameters import average_replicated_gradients
 from shardwalk.parallelizer_core.fsdp2.root import watch_root
+from shardwalk.parallelizer_core.fsdp2.zero_grad import clear_shards_in_every_unit
 from shardwalk.parallelizer_core.layers import BlockStack, find_block_stacks, frozen_towers
 from shardwalk.parallelizer_core.ties import SharedParameters
 
@@ -127,6 +128,7 @@ def finish_units(model: nn.Module, mp_policy: MixedPrecisionPolicy | None) -> No
     """Install what every sharded model needs, whoever made its units: guards and hooks."""
     guard_fsdp_units(model)
     average_replicated_gradients(model)
+    clear_shards_in_every_unit(model)
     if isinstance(model, FSDPModule):
         watch_root(model, mp_policy or default_mp_policy())
 
