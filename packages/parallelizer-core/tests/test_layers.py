@@ -1,7 +1,5 @@
 """Which modules of a model are blocks."""
 
-from types import SimpleNamespace
-
 import pytest
 from torch import nn
 
@@ -115,12 +113,21 @@ def test_groups_are_told_apart_by_the_names_on_the_paths_of_stacks():
     assert list(layer_groups(model)) == ["language"]
 
 
+class Config:
+    def to_dict(self):
+        return vars(self)
+
+
+class SpeechConfig(Config):
+    """That its part hears is in its name alone."""
+
+
 def test_a_part_with_a_configuration_of_its_own_and_no_vocabulary_is_a_tower():
-    sound = SimpleNamespace(model_type="some_speech_encoder")
-    pictures = SimpleNamespace(model_type="vqgan")
-    text = SimpleNamespace(model_type="text", vocab_size=8)
+    sound, pictures, text = SpeechConfig(), Config(), Config()
+    text.vocab_size = 8
     model = holder(encoder=stack(), quantizer=stack(), decoder=stack(), other=stack())
-    model.config = SimpleNamespace(a=sound, b=pictures, c=text, size=3, model_type="whole")
+    model.config = Config()
+    model.config.a, model.config.b, model.config.c = sound, pictures, text
     model.encoder.config, model.quantizer.config = sound, pictures
     model.decoder.config, model.other.config = text, model.config
     assert {g: [s.name for s in stacks] for g, stacks in layer_groups(model).items()} == {

@@ -100,9 +100,9 @@ def _leads_into(path: str, tower: str) -> bool:
 def _configs_of_parts(model: nn.Module) -> dict[int, str]:
     """What the configurations in that of `model` are called, by id; those of text left out."""
     config = getattr(model, "config", None)
-    inner = {k: v for k, v in getattr(config, "__dict__", {}).items() if hasattr(v, "model_type")}
+    inner = {k: v for k, v in getattr(config, "__dict__", {}).items() if hasattr(v, "to_dict")}
     return {
-        id(value): f"{name}.{value.model_type}"
+        id(value): f"{name}.{type(value).__qualname__}".lower()
         for name, value in inner.items()
         if not hasattr(value, "vocab_size")
     }
