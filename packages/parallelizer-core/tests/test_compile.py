@@ -8,7 +8,7 @@ import tp_toys
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
-from walk_toys import BF16, Block, Decoder, context, full_gradients, ids
+from walk_toys import BF16, Block, Decoder, Wrapper, context, full_gradients, ids
 
 from shardwalk.mesh import (
     DDPConfig,
@@ -282,20 +282,6 @@ def refused():
 
 def test_a_model_without_blocks_is_refused_and_nothing_else_is_compiled():
     on_ranks(1, refused)
-
-
-class Wrapper(nn.Module):
-    """Names its base model, as a wrapper that adds adapters does."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-
-    def get_base_model(self):
-        return self.base
-
-    def forward(self, *args):
-        return self.base(*args)
 
 
 class Prompted(Wrapper):

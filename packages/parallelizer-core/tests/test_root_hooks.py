@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
-from walk_toys import BF16, FULL, Decoder, context, ids, sharded
+from walk_toys import BF16, FULL, Decoder, Wrapper, context, ids, sharded
 
 from shardwalk.parallelizer_core import no_sync, parallelize_model
 from shardwalk.parallelizer_core.testing import RankError, run_on_ranks
@@ -155,20 +155,6 @@ def test_a_frozen_model_is_sharded_after_its_forward():
     for left, left_after_backward, grad in run_on_ranks(2, frozen_model_left_gathered):
         assert left == left_after_backward == []
         torch.testing.assert_close(grad, inputs.grad)
-
-
-class Wrapper(torch.nn.Module):
-    """Names its base model, as a wrapper that adds adapters does."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-
-    def get_base_model(self):
-        return self.base
-
-    def forward(self, *args):
-        return self.base(*args)
 
 
 def decoder(wrapper):

@@ -41,6 +41,20 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class Wrapper(nn.Module):
+    """Names its base model, as a wrapper that adds adapters does."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def get_base_model(self):
+        return self.base
+
+    def forward(self, *args):
+        return self.base(*args)
+
+
 def ids(rows: int = 2, length: int = 5) -> torch.Tensor:
     return torch.arange(rows * length).reshape(rows, length) % 13
 

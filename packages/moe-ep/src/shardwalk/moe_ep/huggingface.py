@@ -155,7 +155,7 @@ class RecomputedForward:
     """The forward of a module of which selective checkpointing keeps nothing.
 
     Routers divide the scores of a top-k in place, and grouped products get their biases so: what
-    was kept would be changed, and in the recompute changed once more.
+    was kept would be copied first.
     """
 
     inner: Forward

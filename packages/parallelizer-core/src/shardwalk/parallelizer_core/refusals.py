@@ -19,6 +19,7 @@ from shardwalk.mesh import (
     MeshContext,
 )
 from shardwalk.parallelizer_core._torch_compat import gradient_hooks_of
+from shardwalk.parallelizer_core.fsdp2.options import fsdp2_config
 from shardwalk.parallelizer_core.layers import find_block_stacks, has_forward
 from shardwalk.parallelizer_core.parallel_state import mesh_context_of, unwrap_model
 
@@ -55,7 +56,7 @@ def refuse_context(mesh_context: MeshContext) -> None:
             )
     _refuse_strategy(mesh_context)
     _refuse_selective_megatron(mesh_context)
-    refuse_compiled_tensor_parallel(_compiles(mesh_context), mesh_context.tp_size)
+    refuse_compiled_tensor_parallel(fsdp2_config(mesh_context).enable_compile, mesh_context.tp_size)
     _refuse_async_of(mesh_context)
     _refuse_unused_moe_config(mesh_context)
 
@@ -67,11 +68,6 @@ def _refuse_selective_megatron(mesh_context: MeshContext) -> None:
             "activation_checkpointing='selective' under Megatron-FSDP, which has no selective "
             "checkpointing; use 'full', or strategy='fsdp2'"
         )
-
-
-def _compiles(mesh_context: MeshContext) -> bool:
-    strategy = mesh_context.strategy_config
-    return isinstance(strategy, FSDP2Config) and strategy.enable_compile
 
 
 def refuse_compiled_tensor_parallel(enabled: bool, tp_size: int) -> None:
@@ -101,7 +97,7 @@ def refuse_compile(model: nn.Module, mesh_context: MeshContext, backend: str | N
     """
     if backend is not None:
         _refuse_backend(backend, mesh_context)
-    if not _compiles(mesh_context):
+    if not fsdp2_config(mesh_context).enable_compile:
         return
     made_with = mesh_context_of(model)
     other = _strategy_without_compile(made_with) if made_with is not None else None
@@ -120,7 +116,7 @@ def _refuse_backend(backend: str, mesh_context: MeshContext) -> None:
     other = _strategy_without_compile(mesh_context)
     if other is not None:
         raise ValueError(_WITHOUT_FSDP2.format(f"backend={backend!r}", f"strategy={other!r}"))
-    if not _compiles(mesh_context):
+    if not fsdp2_config(mesh_context).enable_compile:
         raise ValueError(
             f"backend={backend!r} would compile nothing, because the context has "
             f"enable_compile=False; make it with FSDP2Config(enable_compile=True), or leave "
